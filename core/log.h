@@ -1,0 +1,27 @@
+#pragma once
+
+#include <fmt/format.h>
+
+#include <string_view>
+
+namespace tessera {
+
+/// One line on stderr, prefixed "[rank r] " once a rank is set; written by a single call, so that
+/// lines of several ranks do not mix.
+void log_line(std::string_view level, std::string_view message);
+void set_log_rank(int rank);
+
+template <class... Args>
+void log_info(fmt::format_string<Args...> format, Args&&... args) {
+  log_line("info", fmt::format(format, std::forward<Args>(args)...));
+}
+template <class... Args>
+void log_warning(fmt::format_string<Args...> format, Args&&... args) {
+  log_line("warning", fmt::format(format, std::forward<Args>(args)...));
+}
+template <class... Args>
+void log_error(fmt::format_string<Args...> format, Args&&... args) {
+  log_line("error", fmt::format(format, std::forward<Args>(args)...));
+}
+
+}  // namespace tessera

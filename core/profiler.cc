@@ -1,0 +1,85 @@
+#include "core/profiler.h"
+
+#include <fmt/format.h>
+
+#include <atomic>
+#include <cstdio>
+#include <map>
+#include <memory>
+#include <mutex>
+
+#include "core/check.h"
+
+namespace tessera::profiler {
+namespace {
+
+std::atomic<bool> on{false};
+std::mutex mutex;
+std::vector<TraceEvent>& recorded() {
+  static auto* events = new std::vector<TraceEvent>;  // leaked: workers may outlive statics
+  return *events;
+}
+std::map<int, std::string>& stream_names() {
+  static auto* names = new std::map<int, std::string>;
+  return *names;
+}
+
+}  // namespace
+
+void start() {
+  std::lock_guard lock(mutex);
+  recorded().clear();
+  on.store(true, std::memory_order_relaxed);
+}
+
+void stop() {
+  on.store(false, std::memory_order_relaxed);
+}
+
+bool is_on() {
+  return on.load(std::memory_order_relaxed);
+}
+
+void add(const TraceEvent& event) {
+  std::lock_guard lock(mutex);
+  recorded().push_back(event);
+}
+
+void name_stream(int stream_id, const std::string& name) {
+  std::lock_guard lock(mutex);
+  stream_names()[stream_id] = name;
+}
+
+std::vector<TraceEvent> events() {
+  std::lock_guard lock(mutex);
+  return recorded();
+}
+
+void write_chrome_trace(const std::string& path) {
+  const std::vector<TraceEvent> all = events();
+  std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(std::fopen(path.c_str(), "w"), std::fclose);
+  TESSERA_CHECK_AS(IoError, file != nullptr, "trace: cannot write {}", path);
+  std::string text = "[\n";
+  {
+    std::lock_guard lock(mutex);
+    for (const auto& [id, name] : stream_names()) {
+      text += fmt::format(
+          "{{\"ph\":\"M\",\"name\":\"thread_name\",\"pid\":0,\"tid\":{},\"args\":{{\"name\":"
+          "\"{}\"}}}},\n",
+          id, name);
+    }
+  }
+  const int64_t origin = all.empty() ? 0 : all.front().begin_ns;
+  for (const TraceEvent& e : all) {
+    text += fmt::format(
+        "{{\"ph\":\"X\",\"name\":\"{}\",\"pid\":0,\"tid\":{},\"ts\":{:.3f},\"dur\":{:.3f}}},\n",
+        e.name, e.stream_id, static_cast<double>(e.begin_ns - origin) * 1e-3,
+        static_cast<double>(e.end_ns - e.begin_ns) * 1e-3);
+  }
+  text += "{\"ph\":\"M\",\"name\":\"process_name\",\"pid\":0,\"args\":{\"name\":\"tessera\"}}\n]\n";
+  const bool written = std::fwrite(text.data(), 1, text.size(), file.get()) == text.size();
+  TESSERA_CHECK_AS(IoError, written && std::fflush(file.get()) == 0, "trace: cannot write {}",
+                   path);
+}
+
+}  // namespace tessera::profiler

@@ -1,0 +1,81 @@
+#include "core/runtime/context.h"
+
+#include <sched.h>
+
+#include <mutex>
+
+#include "core/runtime/cpu_check.h"
+#include "core/runtime/order_check.h"
+
+namespace tessera {
+namespace {
+
+std::mutex process_context_mutex;
+// Leaked on purpose: streams and storages of static objects may outlive any destruction order.
+std::shared_ptr<Context>& process_context() {
+  static auto* context = new std::shared_ptr<Context>;
+  return *context;
+}
+thread_local const std::shared_ptr<Context>* scoped_context = nullptr;
+thread_local std::shared_ptr<Context> cached_process_context;
+
+}  // namespace
+
+int num_allowed_processors() {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  return sched_getaffinity(0, sizeof(set), &set) == 0 ? std::max(1, CPU_COUNT(&set)) : 1;
+}
+
+Context::Context(const ContextOptions& options) : options_(options) {
+  check_processor();
+  if (options_.num_threads <= 0) options_.num_threads = num_allowed_processors();
+  if (options_.order_check) order_check_ = std::make_unique<OrderCheck>();
+  // Spinning bridges the gap between two small ops; with one thread a rank others need the core.
+  compute_ = make_stream("compute", {.num_threads = options_.num_threads,
+                                     .spin_us = options_.num_threads > 1 ? 20 : 0});
+  allocator_ = std::make_shared<Allocator>(
+      make_cpu_backend(), Allocator::Options{.limit = options_.memory_limit,
+                                             .poison = options_.poison,
+                                             .name = tessera::name_of(options_.device)});
+  host_allocator_ = std::make_shared<Allocator>(
+      make_cpu_backend(),
+      Allocator::Options{.limit = 0, .poison = options_.poison, .name = "host"});
+}
+
+Context::~Context() {
+  compute_.drain();
+}
+
+Stream Context::make_stream(std::string name, StreamOptions options) const {
+  options.observer = order_check_.get();
+  return tessera::make_stream(options_.device, std::move(name), options);
+}
+
+const std::shared_ptr<Context>& Context::current() {
+  if (scoped_context != nullptr) return *scoped_context;
+  if (cached_process_context == nullptr) {
+    std::lock_guard lock(process_context_mutex);
+    auto& context = process_context();
+    if (context == nullptr) context = std::make_shared<Context>(ContextOptions{});
+    cached_process_context = context;
+  }
+  return cached_process_context;
+}
+
+void Context::set_process_context(std::shared_ptr<Context> context) {
+  std::lock_guard lock(process_context_mutex);
+  process_context() = context;
+  cached_process_context = std::move(context);
+}
+
+Context::Scope::Scope(std::shared_ptr<Context> context)
+    : context_(std::move(context)), previous_(scoped_context) {
+  scoped_context = &context_;
+}
+
+Context::Scope::~Scope() {
+  scoped_context = previous_;
+}
+
+}  // namespace tessera

@@ -1,0 +1,68 @@
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "core/runtime/allocator.h"
+#include "core/runtime/stream.h"
+
+namespace tessera {
+
+class OrderCheck;
+
+struct ContextOptions {
+  Device device;
+  int num_threads = 0;       ///< CPU threads of the compute stream; 0 = all allowed processors
+  int64_t memory_limit = 0;  ///< bytes of the device allocator; 0 = no limit
+  bool poison = false;       ///< fill freed memory with NaN in stream order
+  bool order_check = false;  ///< run the happens-before checker (core/runtime/order_check.h)
+};
+
+/// What one rank owns on its device: the compute stream, the allocators and the checker. Each
+/// thread has a current Context: the one of its innermost Scope, else one for the whole process
+/// with default options (replaced by `set_process_context`). Thread ranks open a Scope each.
+class Context {
+ public:
+  explicit Context(const ContextOptions& options);
+  ~Context();
+  Context(const Context&) = delete;
+  Context& operator=(const Context&) = delete;
+
+  static const std::shared_ptr<Context>& current();
+  /// The Context of threads outside any Scope, from now on.
+  static void set_process_context(std::shared_ptr<Context> context);
+
+  class Scope {
+   public:
+    explicit Scope(std::shared_ptr<Context> context);
+    ~Scope();
+    Scope(const Scope&) = delete;
+    Scope& operator=(const Scope&) = delete;
+
+   private:
+    std::shared_ptr<Context> context_;
+    const std::shared_ptr<Context>* previous_;
+  };
+
+  Device device() const { return options_.device; }
+  const ContextOptions& options() const { return options_; }
+  const Stream& compute() const { return compute_; }
+  const std::shared_ptr<Allocator>& allocator() const { return allocator_; }
+  /// Host memory for copies to and from the device: pinned beside CUDA, a second pool on `cpu`.
+  const std::shared_ptr<Allocator>& host_allocator() const { return host_allocator_; }
+  /// Null unless `order_check` is on.
+  OrderCheck* order_check() const { return order_check_.get(); }
+  /// A stream on this device that the checker sees.
+  Stream make_stream(std::string name, StreamOptions options = {}) const;
+
+ private:
+  ContextOptions options_;
+  std::unique_ptr<OrderCheck> order_check_;
+  Stream compute_;
+  std::shared_ptr<Allocator> allocator_, host_allocator_;
+};
+
+/// Processors that this process may run on (its affinity mask).
+int num_allowed_processors();
+
+}  // namespace tessera

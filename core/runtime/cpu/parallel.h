@@ -1,0 +1,38 @@
+#pragma once
+
+#include <omp.h>
+
+#include <algorithm>
+#include <cstdint>
+
+// Threads of CPU kernels. Only the compute worker has more than one (StreamOptions::num_threads);
+// on every other thread these helpers run serially. A kernel's result must not depend on the
+// number of threads: reductions use a fixed number of chunks, added in order.
+
+namespace tessera::cpu {
+
+/// OpenMP threads that a kernel on the calling thread may use.
+inline int num_threads() {
+  return omp_get_max_threads();
+}
+
+/// Calls f(begin, end) over [0, count), split evenly over the threads in pieces of at least `grain`
+/// items (choose it so that a piece is worth about 20 us: an OpenMP region costs as much).
+/// f must not throw.
+template <class F>
+void parallel_for(int64_t count, int64_t grain, F&& f) {
+  const int64_t max_pieces = (count + grain - 1) / std::max<int64_t>(grain, 1);
+  const int threads = static_cast<int>(std::min<int64_t>(num_threads(), max_pieces));
+  if (threads <= 1 || omp_in_parallel()) {
+    if (count > 0) f(int64_t{0}, count);
+    return;
+  }
+#pragma omp parallel num_threads(threads)
+  {
+    const int64_t t = omp_get_thread_num(), n = omp_get_num_threads();
+    const int64_t begin = count * t / n, end = count * (t + 1) / n;
+    if (begin < end) f(begin, end);
+  }
+}
+
+}  // namespace tessera::cpu

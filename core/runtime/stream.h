@@ -1,0 +1,149 @@
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "core/runtime/cost.h"
+#include "core/runtime/device.h"
+#include "core/runtime/task.h"
+
+// The device seam. Contract, the same on every device:
+//  1. `submit`, `record` and `wait` never block the host.
+//  2. One stream runs its tasks in submission order.
+//  3. An Event is an immutable point returned by `record()`; waiting on a default one is a no-op.
+//  4. Memory belongs to the stream it was allocated on. Whoever uses it on another stream holds it
+//     until the owner has waited on the user's event (there is no `record_stream`).
+//  5. One communicator, one stream; all ranks issue the same collectives in the same order, from
+//     one host thread a rank, in program order.
+//  6. A task's exception poisons its stream: later tasks are skipped, later events carry it, and
+//     it is rethrown at every `synchronize()`.
+//  7. The host reads results only after the event that covers them.
+
+struct CUstream_st;
+
+namespace tessera {
+
+/// An event of a device; the last owner may be any thread.
+class EventImpl {
+ public:
+  virtual ~EventImpl() = default;
+  virtual bool is_done() const = 0;
+  virtual void synchronize() const = 0;  // rethrows what poisoned the stream before the event
+};
+
+/// A point in a stream. A value; default constructed it is already complete.
+class Event {
+ public:
+  Event() = default;
+  explicit Event(std::shared_ptr<EventImpl> impl) : impl_(std::move(impl)) {}
+
+  bool is_done() const { return impl_ == nullptr || impl_->is_done(); }
+  /// Blocks the host; rethrows an exception of the stream.
+  void synchronize() const {
+    if (impl_ != nullptr) impl_->synchronize();
+  }
+  EventImpl* impl() const { return impl_.get(); }
+  const std::shared_ptr<EventImpl>& shared_impl() const { return impl_; }
+
+ private:
+  std::shared_ptr<EventImpl> impl_;
+};
+
+class Stream;
+
+/// Sees what the host submits, in submission order, on the submitting thread.
+class StreamObserver {
+ public:
+  virtual ~StreamObserver() = default;
+  virtual void on_task(const Stream& stream, const char* name, const Cost& cost) = 0;
+  virtual void on_record(const Stream& stream, const Event& event) = 0;
+  virtual void on_wait(const Stream& stream, const Event& event) = 0;
+};
+
+class StreamImpl {
+ public:
+  StreamImpl(Device device, std::string name);
+  virtual ~StreamImpl() = default;
+  virtual void submit(const char* name, Task task) = 0;
+  virtual Event record() = 0;
+  virtual void wait(const Event& event) = 0;
+  virtual void synchronize() = 0;
+  virtual void drain() noexcept = 0;
+  virtual CUstream_st* cuda() const { return nullptr; }
+
+  const Device device;
+  const std::string name;
+  const int id;                        // unique in the process, counted from 0
+  StreamObserver* observer = nullptr;  // set before the first task, outlives the stream
+};
+
+/// A FIFO queue of work on one device. A value that refers to a queue; the last reference drains
+/// it.
+class Stream {
+ public:
+  Stream() = default;
+  explicit Stream(std::shared_ptr<StreamImpl> impl) : impl_(std::move(impl)) {}
+
+  explicit operator bool() const { return impl_ != nullptr; }
+  Device device() const { return impl_->device; }
+  const std::string& name() const { return impl_->name; }
+  int id() const { return impl_->id; }
+  CUstream_st* cuda() const { return impl_->cuda(); }
+
+  /// Runs `task` after everything submitted before. `name` must outlive the stream (a literal).
+  void submit(const char* name, Task task) const { impl_->submit(name, std::move(task)); }
+  /// Declares what the next submitted task reads and writes; nothing unless someone observes.
+  void declare(const char* name, const Cost& cost) const {
+    if (impl_->observer != nullptr) impl_->observer->on_task(*this, name, cost);
+  }
+  bool is_observed() const { return impl_->observer != nullptr; }
+  Event record() const {
+    Event event = impl_->record();
+    if (impl_->observer != nullptr) impl_->observer->on_record(*this, event);
+    return event;
+  }
+  void wait(const Event& event) const {
+    if (event.impl() == nullptr) return;
+    if (impl_->observer != nullptr) impl_->observer->on_wait(*this, event);
+    impl_->wait(event);
+  }
+  /// Blocks the host until all tasks have run; rethrows what poisoned the stream.
+  void synchronize() const { impl_->synchronize(); }
+  /// Blocks the host until all tasks have run or been skipped; for destructors.
+  void drain() const noexcept { impl_->drain(); }
+
+  friend bool operator==(const Stream& a, const Stream& b) { return a.impl_ == b.impl_; }
+  StreamImpl* impl() const { return impl_.get(); }
+
+ private:
+  std::shared_ptr<StreamImpl> impl_;
+};
+
+struct StreamOptions {
+  int num_threads = 1;  ///< CPU: OpenMP threads of the worker; only the compute stream has more
+  int spin_us = 0;      ///< CPU: how long an idle worker spins before it sleeps, microseconds
+  bool high_priority = false;          ///< CUDA: stream priority
+  StreamObserver* observer = nullptr;  ///< outlives the stream
+};
+
+/// A new stream on `device`. UnimplementedError if the build lacks the device.
+Stream make_stream(Device device, std::string name, const StreamOptions& options = {});
+
+/// The stream on which tensor operations of this thread run: that of the innermost StreamGuard,
+/// else the compute stream of the thread's Context.
+const Stream& current_stream();
+
+/// Makes `stream` the current one of this thread for a scope.
+class StreamGuard {
+ public:
+  explicit StreamGuard(Stream stream);
+  ~StreamGuard();
+  StreamGuard(const StreamGuard&) = delete;
+  StreamGuard& operator=(const StreamGuard&) = delete;
+
+ private:
+  Stream stream_;
+  const Stream* previous_;
+};
+
+}  // namespace tessera

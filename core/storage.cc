@@ -1,0 +1,42 @@
+#include "core/storage.h"
+
+namespace tessera {
+
+Storage::Storage(size_t nbytes, Device device) : nbytes_(nbytes), device_(device) {}
+
+Storage::~Storage() {
+  release();
+}
+
+void Storage::materialize(MemoryClass memory_class) {
+  materialize(Context::current()->allocator(), current_stream(), memory_class);
+}
+
+void Storage::materialize(const std::shared_ptr<Allocator>& allocator, const Stream& stream,
+                          MemoryClass memory_class) {
+  if (nbytes_ == 0 || data_ != nullptr) return;
+  block_ = allocator->allocate(nbytes_, stream, memory_class);
+  allocator_ = allocator;
+  data_ = Allocator::data(block_);
+}
+
+void Storage::attach(void* data, std::shared_ptr<void> owner) {
+  release();
+  data_ = data;
+  owner_ = std::move(owner);
+}
+
+void Storage::release() {
+  if (block_ != nullptr) allocator_->free(block_);
+  block_ = nullptr;
+  data_ = nullptr;
+  owner_ = nullptr;
+}
+
+void Storage::fail_released() const {
+  throw InternalError(fmt::format(
+      "Storage: its {} bytes are released (a sharded parameter used outside of its unit?)",
+      nbytes_));
+}
+
+}  // namespace tessera

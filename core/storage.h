@@ -1,0 +1,51 @@
+#pragma once
+
+#include <cstddef>
+#include <memory>
+
+#include "core/runtime/allocator.h"
+#include "core/runtime/context.h"
+
+namespace tessera {
+
+/// Bytes of tensors. The object outlives its bytes: they come with `materialize` (own memory of
+/// the allocator) or `attach` (memory of somebody else, such as a ring slot) and go with `release`,
+/// so that tensors and saved values that refer to it are valid again after the next gather.
+class Storage {
+ public:
+  /// Without bytes; `materialize` or `attach` brings them.
+  Storage(size_t nbytes, Device device);
+  ~Storage();
+  Storage(const Storage&) = delete;
+  Storage& operator=(const Storage&) = delete;
+
+  size_t nbytes() const { return nbytes_; }
+  Device device() const { return device_; }
+  bool is_materialized() const { return data_ != nullptr || nbytes_ == 0; }
+  /// InternalError if the bytes are released.
+  void* data() const {
+    if (data_ == nullptr && nbytes_ != 0) [[unlikely]]
+      fail_released();
+    return data_;
+  }
+
+  /// Own bytes (uninitialized) that belong to the current stream, from the current Context.
+  void materialize(MemoryClass memory_class = MemoryScope::current());
+  void materialize(const std::shared_ptr<Allocator>& allocator, const Stream& stream,
+                   MemoryClass memory_class);
+  /// Uses memory of `owner`, which is kept alive until release.
+  void attach(void* data, std::shared_ptr<void> owner = nullptr);
+  void release();
+
+ private:
+  [[noreturn]] void fail_released() const;
+
+  size_t nbytes_;
+  Device device_;
+  void* data_ = nullptr;
+  Allocator::Block* block_ = nullptr;
+  std::shared_ptr<Allocator> allocator_;
+  std::shared_ptr<void> owner_;
+};
+
+}  // namespace tessera
