@@ -90,8 +90,8 @@ struct NamedModule {
 };
 
 struct ParameterOptions {
-  std::optional<DType> dtype;  ///< default: ParameterDtype::current()
-  std::optional<bool> decay;   ///< default: two or more dimensions and not of a norm
+  std::optional<DType> dtype = {};  ///< default: ParameterDtype::current()
+  std::optional<bool> decay = {};   ///< default: two or more dimensions and not of a norm
   bool is_norm = false;
 };
 

@@ -1,0 +1,76 @@
+#pragma once
+
+#include "nn/dropout.h"
+#include "nn/mlp.h"
+#include "nn/transformer.h"
+
+// GPT-2 (Radford et al. 2019): learned positions, LayerNorm before each sublayer, GELU.
+//
+// B batch, T time, C model width
+
+namespace tessera::nn {
+
+struct Gpt2Config {
+  int64_t vocab_size = 50257;
+  int64_t context_length = 1024;
+  int64_t num_layers = 12;
+  int64_t num_heads = 12;
+  int64_t width = 768;
+  int64_t ffn_width = 0;  ///< 0: 4 * width
+  bool bias = true;       ///< of the projections and the norms
+  bool tied = true;       ///< the head uses the token embedding's weight
+  double dropout = 0;     ///< after the embeddings and at the end of each sublayer
+  float norm_eps = 1e-5f;
+  Gelu gelu = Gelu::kTanh;
+  /// Matrices and embeddings start normal with this deviation, the projections that end a sublayer
+  /// with it / sqrt(2 * num_layers), biases at zero, norms at one.
+  double init_stddev = 0.02;
+};
+
+/// x + attention(norm1(x)), then the same with the Mlp.
+/// Shapes   x [B, T, C] -> [B, T, C]
+class Gpt2Block : public Module {
+ public:
+  explicit Gpt2Block(const Gpt2Config& config);
+
+  Tensor forward(const Tensor& x_BTC, const AttentionInput& input = {});
+  /// Runs the inside again in backward instead of keeping its activations.
+  void set_recompute(bool recompute) { recompute_ = recompute; }
+
+ private:
+  Tensor body(const Tensor& x_BTC, const AttentionInput& input);
+
+  Child<LayerNorm> norm1_;
+  Child<Attention> attn_;
+  Child<LayerNorm> norm2_;
+  Child<Mlp> mlp_;
+  Child<Dropout> dropout_;
+  bool recompute_ = false;
+};
+
+/// Names: embed.weight position.weight blocks.N.{norm1,attn.qkv,attn.out,norm2,mlp.up,mlp.down}.*
+/// norm.* head.weight (tied: the same parameter as embed.weight).
+class Gpt2 : public LanguageModel {
+ public:
+  /// ConfigError if sizes are not positive or the heads do not divide the width.
+  explicit Gpt2(const Gpt2Config& config);
+
+  Tensor forward(const Tensor& ids_BT, const ForwardOptions& options = {}) override;
+  const ModelShape& shape() const override { return shape_; }
+  void set_recompute(const RecomputePolicy& policy) override;
+  const Gpt2Config& config() const { return config_; }
+
+ protected:
+  const Child<LmHead>& head() const override { return head_; }
+
+ private:
+  Gpt2Config config_;
+  ModelShape shape_;
+  Child<Embedding> embed_, position_;
+  Child<Dropout> dropout_;
+  ChildList<Gpt2Block> blocks_;
+  Child<LayerNorm> norm_;
+  Child<LmHead> head_;
+};
+
+}  // namespace tessera::nn

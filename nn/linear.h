@@ -1,0 +1,38 @@
+#pragma once
+
+#include "kernels/elementwise/elementwise.h"
+#include "nn/module.h"
+
+namespace tessera::nn {
+
+struct LinearOptions {
+  bool bias = true;
+  /// Of the weight; the bias is then zero. Default: both uniform in +-1 / sqrt(num_inputs).
+  std::optional<Init> init = {};
+};
+
+/// y = x w^T + bias over the last dimension.
+/// Shapes   x [..., in], weight [out, in], bias [out] -> y [..., out]
+class Linear : public Module {
+ public:
+  Linear(int64_t num_inputs, int64_t num_outputs, const LinearOptions& options = {});
+
+  Tensor forward(const Tensor& x);
+  /// gelu(forward(x)), the activation fused.
+  Tensor forward(const Tensor& x, Gelu gelu);
+  /// residual + forward(x), the addition fused.
+  Tensor forward(const Tensor& x, const Tensor& residual);
+
+  std::string kind() const override;
+  const Tensor& weight() const { return weight_; }
+  int64_t num_inputs() const { return weight_.dim(1); }
+  int64_t num_outputs() const { return weight_.dim(0); }
+
+ private:
+  Tensor bias() const { return bias_ != nullptr ? *bias_ : Tensor{}; }
+
+  Tensor& weight_;
+  Tensor* bias_ = nullptr;
+};
+
+}  // namespace tessera::nn

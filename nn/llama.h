@@ -1,0 +1,77 @@
+#pragma once
+
+#include "nn/mlp.h"
+#include "nn/transformer.h"
+
+// Llama (Touvron et al. 2023) and its relatives: rotary positions, RmsNorm before each sublayer,
+// SwiGLU, grouped key and value heads. Mistral is this with its sizes; Qwen2 adds qkv_bias, Qwen3
+// qk_norm and a head_width of its own; their small models have a tied head.
+//
+// B batch, T time, C model width
+
+namespace tessera::nn {
+
+struct LlamaConfig {
+  int64_t vocab_size = 32000;
+  int64_t context_length = 2048;
+  int64_t num_layers = 16;
+  int64_t num_heads = 16;
+  int64_t num_kv_heads = 0;  ///< 0: num_heads
+  int64_t width = 2048;
+  int64_t head_width = 0;  ///< 0: width / num_heads
+  int64_t ffn_width = 0;   ///< 0: 8/3 * width rounded up to a multiple of 64
+  bool tied = false;       ///< the head uses the token embedding's weight
+  bool qkv_bias = false;
+  bool qk_norm = false;
+  float norm_eps = 1e-5f;
+  RopeOptions rope;
+  /// Matrices and embeddings start normal with this deviation, the projections that end a sublayer
+  /// with it / sqrt(2 * num_layers), biases at zero, norms at one.
+  double init_stddev = 0.02;
+};
+
+/// x + attention(norm1(x)), then the same with SwiGlu.
+/// Shapes   x [B, T, C] -> [B, T, C]
+class LlamaBlock : public Module {
+ public:
+  explicit LlamaBlock(const LlamaConfig& config);
+
+  Tensor forward(const Tensor& x_BTC, const AttentionInput& input = {});
+  /// Runs the inside again in backward instead of keeping its activations.
+  void set_recompute(bool recompute) { recompute_ = recompute; }
+
+ private:
+  Tensor body(const Tensor& x_BTC, const AttentionInput& input);
+
+  Child<RmsNorm> norm1_;
+  Child<Attention> attn_;
+  Child<RmsNorm> norm2_;
+  Child<SwiGlu> mlp_;
+  bool recompute_ = false;
+};
+
+/// Names: embed.weight blocks.N.{norm1,attn.qkv,attn.q_norm,attn.k_norm,attn.out,norm2,mlp.gate_up,
+/// mlp.down}.* norm.weight head.weight (tied: the same parameter as embed.weight).
+class Llama : public LanguageModel {
+ public:
+  /// ConfigError if sizes are not positive or the heads do not divide.
+  explicit Llama(const LlamaConfig& config);
+
+  Tensor forward(const Tensor& ids_BT, const ForwardOptions& options = {}) override;
+  const ModelShape& shape() const override { return shape_; }
+  void set_recompute(const RecomputePolicy& policy) override;
+  const LlamaConfig& config() const { return config_; }
+
+ protected:
+  const Child<LmHead>& head() const override { return head_; }
+
+ private:
+  LlamaConfig config_;
+  ModelShape shape_;
+  Child<Embedding> embed_;
+  ChildList<LlamaBlock> blocks_;
+  Child<RmsNorm> norm_;
+  Child<LmHead> head_;
+};
+
+}  // namespace tessera::nn

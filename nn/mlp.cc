@@ -1,0 +1,49 @@
+#include "nn/mlp.h"
+
+namespace tessera::nn {
+
+Mlp::Mlp(const MlpConfig& config)
+    : gelu_(config.gelu),
+      up_(this, "up", config.width, config.ffn_width,
+          LinearOptions{.bias = config.bias, .init = config.init}),
+      down_(this, "down", config.ffn_width, config.width,
+            LinearOptions{.bias = config.bias, .init = config.out_init}) {}
+
+Tensor Mlp::forward(const Tensor& x) {
+  return down_(up_(x, gelu_));
+}
+
+Tensor Mlp::forward(const Tensor& x, const Tensor& residual) {
+  return down_(up_(x, gelu_), residual);
+}
+
+std::string Mlp::kind() const {
+  return fmt::format("Mlp(gelu {})", gelu_ == Gelu::kTanh ? "tanh" : "exact");
+}
+
+SwiGlu::SwiGlu(const MlpConfig& config)
+    : ffn_width_(config.ffn_width),
+      gate_up_(this, "gate_up", config.width, 2 * config.ffn_width,
+               LinearOptions{.bias = config.bias, .init = config.init}),
+      down_(this, "down", config.ffn_width, config.width,
+            LinearOptions{.bias = config.bias, .init = config.out_init}) {}
+
+Tensor SwiGlu::activation(const Tensor& x) {
+  const int64_t sizes[] = {ffn_width_, ffn_width_};
+  const std::vector<Tensor> parts = split(gate_up_(x), sizes);
+  return swiglu(parts[0], parts[1]);
+}
+
+Tensor SwiGlu::forward(const Tensor& x) {
+  return down_(activation(x));
+}
+
+Tensor SwiGlu::forward(const Tensor& x, const Tensor& residual) {
+  return down_(activation(x), residual);
+}
+
+std::string SwiGlu::kind() const {
+  return "SwiGlu";
+}
+
+}  // namespace tessera::nn

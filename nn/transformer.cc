@@ -1,0 +1,130 @@
+#include "nn/transformer.h"
+
+#include <numeric>
+
+#include "kernels/matmul/matmul.h"
+
+namespace tessera::nn {
+
+LmHead::LmHead(int64_t width, int64_t vocab_size, const Init& init)
+    : weight_(register_parameter("weight", {vocab_size, width}, init)), is_tied_(false) {}
+
+LmHead::LmHead(Embedding& embedding)
+    : weight_(tie("weight", embedding, "weight")), is_tied_(true) {}
+
+Tensor LmHead::forward(const Tensor& hidden_BTC) {
+  return linear(hidden_BTC, weight_);
+}
+
+LossSum LmHead::forward(const Tensor& hidden_BTC, const Tensor& targets_BT,
+                        const LinearCrossEntropyOptions& options) {
+  return linear_cross_entropy(hidden_BTC, weight_, targets_BT, options);
+}
+
+std::string LmHead::kind() const {
+  return fmt::format("LmHead({} -> {}{})", weight_.dim(1), weight_.dim(0),
+                     is_tied_ ? ", tied" : "");
+}
+
+LossSum LanguageModel::loss(const Tensor& ids_BT, const Tensor& targets_BT,
+                            const ForwardOptions& options,
+                            const LinearCrossEntropyOptions& loss_options) {
+  return run(
+      *this,
+      [&](LanguageModel& model, const Tensor& ids, const Tensor& targets) {
+        const Tensor hidden_BTC = model.forward(ids, options);
+        return model.head()(hidden_BTC, targets, loss_options);
+      },
+      ids_BT, targets_BT);
+}
+
+Tensor LanguageModel::logits(const Tensor& ids_BT, const ForwardOptions& options) {
+  return run(
+      *this,
+      [&](LanguageModel& model, const Tensor& ids) {
+        Tensor hidden_BTC = model.forward(ids, options);
+        if (options.last_only) hidden_BTC = hidden_BTC.narrow(1, hidden_BTC.dim(1) - 1, 1);
+        return model.head()(hidden_BTC);
+      },
+      ids_BT);
+}
+
+KvCache LanguageModel::make_cache(int64_t num_rows, int64_t capacity) {
+  const ModelShape& s = shape();
+  KvCache cache;
+  cache.capacity = capacity == 0 ? s.context_length : capacity;
+  const DType dtype = head()->weight().dtype();
+  for (int64_t layer = 0; layer < s.num_layers; ++layer) {
+    const Shape kv{num_rows, cache.capacity, s.num_kv_heads, s.head_width};
+    cache.layers.push_back({zeros(kv, dtype), zeros(kv, dtype)});
+  }
+  return cache;
+}
+
+double LanguageModel::flops_per_token(int64_t T) {
+  int64_t numel = 0;
+  for (const NamedModule& entry : named_modules()) {
+    if (const auto* linear = dynamic_cast<const Linear*>(entry.module)) {
+      numel += linear->weight().numel();
+    } else if (const auto* lm_head = dynamic_cast<const LmHead*>(entry.module)) {
+      numel += lm_head->weight().numel();
+    }
+  }
+  const ModelShape& s = shape();
+  const int64_t attention = s.num_layers * s.num_heads * s.head_width * T;
+  return 6.0 * (static_cast<double>(numel) + static_cast<double>(attention));
+}
+
+void LanguageModel::check_forward(const Tensor& ids_BT, const ForwardOptions& options) const {
+  TESSERA_CHECK_SHAPE(ids_BT.num_dims() == 2, "{}: ids must be [B, T], got {}", kind(),
+                      ids_BT.shape());
+  const int64_t cached = options.cache != nullptr ? options.cache->length : 0;
+  const int64_t end = cached + ids_BT.dim(1);
+  TESSERA_CHECK_SHAPE(end <= shape().context_length || options.positions.is_defined(),
+                      "{}: {} positions do not fit the context of {}", kind(), end,
+                      shape().context_length);
+  if (options.cache == nullptr) return;
+  TESSERA_CHECK(!options.document_starts.is_defined(),
+                "{}: document_starts and a cache do not go together", kind());
+  TESSERA_CHECK_SHAPE(end <= options.cache->capacity,
+                      "{}: {} positions do not fit the cache's capacity of {}", kind(), end,
+                      options.cache->capacity);
+  TESSERA_CHECK_EQ(static_cast<int64_t>(options.cache->layers.size()), shape().num_layers,
+                   "{}: the cache has another number of layers", kind());
+}
+
+Tensor LanguageModel::position_range(int64_t first, int64_t T) {
+  if (!positions_.is_defined() || positions_first_ != first || positions_.dim(0) != T) {
+    std::vector<int32_t> values(static_cast<size_t>(T));
+    std::iota(values.begin(), values.end(), static_cast<int32_t>(first));
+    positions_ = from_values(std::span<const int32_t>(values), {T});
+    positions_first_ = first;
+  }
+  return positions_;
+}
+
+AttentionInput LanguageModel::attention_input(const ForwardOptions& options,
+                                              const Tensor& positions, int64_t layer) {
+  AttentionInput input;
+  input.positions = positions;
+  input.document_starts = options.document_starts;
+  if (options.cache != nullptr) {
+    input.cache = &options.cache->layers[static_cast<size_t>(layer)];
+    input.cache_length = options.cache->length;
+  }
+  return input;
+}
+
+void check_shape(const char* model, const ModelShape& s) {
+  const std::pair<const char*, int64_t> fields[] = {
+      {"vocab_size", s.vocab_size}, {"context_length", s.context_length},
+      {"num_layers", s.num_layers}, {"num_heads", s.num_heads},
+      {"width", s.width},
+  };
+  for (const auto& field : fields) {
+    TESSERA_CHECK_AS(ConfigError, field.second > 0, "{}: {} must be positive, got {}", model,
+                     field.first, field.second);
+  }
+}
+
+}  // namespace tessera::nn
