@@ -1,0 +1,250 @@
+#include "kernels/attention/attention.h"
+
+#include <cmath>
+
+#include "core/autograd.h"
+#include "core/elementary/kernel.h"
+#include "kernels/attention/kernel.h"
+
+namespace tessera {
+namespace kernels {
+
+double AttentionShape::num_visible_pairs() const {
+  const double T = static_cast<double>(num_queries), S = static_cast<double>(num_keys);
+  const double pairs = causal ? T * (S - T) + T * (T + 1) / 2 : T * S;
+  return static_cast<double>(batch * num_heads) * pairs;
+}
+
+int64_t HeadStrides::span(int64_t batches, int64_t times, int64_t heads, int64_t head_dim) const {
+  if (batches * times * heads * head_dim == 0) return 0;
+  return (batches - 1) * batch + (times - 1) * time + (heads - 1) * head + head_dim;
+}
+
+namespace {
+
+int64_t span_nbytes(const AttentionShape& s, const HeadStrides& strides, bool is_query) {
+  return strides.span(s.batch, is_query ? s.num_queries : s.num_keys,
+                      is_query ? s.num_heads : s.num_kv_heads, s.head_dim) *
+         static_cast<int64_t>(size_of(s.dtype));
+}
+
+int64_t compute_size(DType dtype) {
+  return dtype == kF64 ? 8 : 4;
+}
+
+int64_t lse_nbytes(const AttentionShape& s) {
+  return s.batch * s.num_heads * s.num_queries * compute_size(s.dtype);
+}
+
+int64_t o_nbytes(const AttentionShape& s) {
+  return s.batch * s.num_queries * s.num_heads * s.head_dim *
+         static_cast<int64_t>(size_of(s.dtype));
+}
+
+void read_masks(Cost& cost, const AttentionShape& s) {
+  cost.read(s.document_starts, s.batch * s.num_queries * static_cast<int64_t>(sizeof(int32_t)))
+      .read(s.alibi_slopes, s.num_heads * static_cast<int64_t>(sizeof(float)));
+}
+
+}  // namespace
+
+Cost AttentionFwd::cost() const {
+  Cost cost(4.0 * static_cast<double>(shape.head_dim) * shape.num_visible_pairs());
+  cost.read(q, span_nbytes(shape, q_strides, true))
+      .read(k, span_nbytes(shape, k_strides, false))
+      .read(v, span_nbytes(shape, v_strides, false))
+      .write(o, o_nbytes(shape))
+      .write(lse, lse_nbytes(shape));
+  read_masks(cost, shape);
+  return cost;
+}
+TESSERA_DEFINE_KERNEL(attention_fwd, AttentionFwd);
+
+int64_t AttentionBwd::num_chunks() const {
+  constexpr int64_t kItems = 32, kMaxChunks = 8, kMinBlocks = 2;
+  const int64_t heads = std::max<int64_t>(1, shape.batch * shape.num_kv_heads);
+  const int64_t wanted = std::min((kItems + heads - 1) / heads, kMaxChunks);
+  return std::clamp<int64_t>(shape.num_blocks() / kMinBlocks, 1, wanted);
+}
+
+int64_t AttentionBwd::workspace_numel() const {
+  return num_chunks() * shape.batch * shape.num_kv_heads * 2 * shape.num_keys *
+         padded_width(shape.head_dim);
+}
+
+Cost AttentionBwd::cost() const {
+  Cost cost(10.0 * static_cast<double>(shape.head_dim) * shape.num_visible_pairs());
+  cost.read(q, span_nbytes(shape, q_strides, true))
+      .read(k, span_nbytes(shape, k_strides, false))
+      .read(v, span_nbytes(shape, v_strides, false))
+      .read(o, o_nbytes(shape))
+      .read(d_out, o_nbytes(shape))
+      .read(lse, lse_nbytes(shape))
+      .write_or_accumulate(dq, span_nbytes(shape, dq_strides, true), accumulate_dq)
+      .write_or_accumulate(dk, span_nbytes(shape, dk_strides, false), accumulate_dk)
+      .write_or_accumulate(dv, span_nbytes(shape, dv_strides, false), accumulate_dv)
+      .write_or_accumulate(workspace, workspace_numel() * compute_size(shape.dtype), true);
+  read_masks(cost, shape);
+  return cost;
+}
+TESSERA_DEFINE_KERNEL(attention_bwd, AttentionBwd);
+
+}  // namespace kernels
+
+namespace {
+
+using kernels::HeadStrides;
+
+bool rows_are_contiguous(const Tensor& x) {
+  return x.dim(3) <= 1 || x.strides().dim(3) == 1;
+}
+
+Tensor with_contiguous_rows(const Tensor& x) {
+  return rows_are_contiguous(x) ? x : x.contiguous();
+}
+
+HeadStrides head_strides(const Tensor& x) {
+  return {x.strides()[0], x.strides()[1], x.strides()[2]};
+}
+
+void check(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionOptions& options) {
+  TESSERA_CHECK_SHAPE(q.num_dims() == 4 && k.num_dims() == 4,
+                      "attention: q must be [B, T, H, D] and k [B, S, Hk, D], got {} and {}",
+                      q.shape(), k.shape());
+  TESSERA_CHECK_EQ(v.shape(), k.shape(), "attention: v must have k's shape");
+  TESSERA_CHECK_SHAPE(q.dim(0) == k.dim(0) && q.dim(3) == k.dim(3),
+                      "attention: q and k must agree in B and D, got {} and {}", q.shape(),
+                      k.shape());
+  TESSERA_CHECK_SHAPE(k.dim(2) > 0 && q.dim(2) % k.dim(2) == 0,
+                      "attention: q's heads must be a multiple of k's, got {} and {}", q.dim(2),
+                      k.dim(2));
+  TESSERA_CHECK_SHAPE(k.dim(1) >= q.dim(1),
+                      "attention: needs at least as many keys as queries, got {} and {}", k.dim(1),
+                      q.dim(1));
+  TESSERA_CHECK_SHAPE(q.dim(3) > 0 && q.dim(3) <= kernels::kMaxAttentionWidth,
+                      "attention: head width must be in [1, {}], got {}",
+                      kernels::kMaxAttentionWidth, q.dim(3));
+  TESSERA_CHECK_DTYPE(is_floating(q.dtype()), "attention: q must be floating, got {}", q.dtype());
+  TESSERA_CHECK_EQ(k.dtype(), q.dtype(), "attention: k must have q's dtype");
+  TESSERA_CHECK_EQ(v.dtype(), q.dtype(), "attention: v must have q's dtype");
+  TESSERA_CHECK(std::isfinite(options.scale), "attention: scale must be finite, got {}",
+                options.scale);
+  if (const Tensor& starts = options.document_starts; starts.is_defined()) {
+    TESSERA_CHECK_EQ(starts.shape(), (Shape{q.dim(0), q.dim(1)}),
+                     "attention: document_starts must be [B, T]");
+    TESSERA_CHECK_EQ(starts.dtype(), kI32, "attention: document_starts must be i32");
+    TESSERA_CHECK_SHAPE(options.causal || k.dim(1) == q.dim(1),
+                        "attention: documents without causal need as many keys as queries, got {} "
+                        "and {}",
+                        k.dim(1), q.dim(1));
+  }
+  if (const Tensor& slopes = options.alibi_slopes; slopes.is_defined()) {
+    TESSERA_CHECK_EQ(slopes.shape(), Shape{q.dim(2)}, "attention: alibi_slopes must be [H]");
+    TESSERA_CHECK_EQ(slopes.dtype(), kF32, "attention: alibi_slopes must be f32");
+  }
+}
+
+/// One gradient of backward: the destination itself, or a buffer in the inputs' dtype that is
+/// added to it afterwards where the kernel cannot write (another dtype, rows with gaps).
+class Destination {
+ public:
+  Destination(Grads& g, int input, const Tensor& x) : g_(g), input_(input) {
+    if (!g.wanted(input)) return;
+    dst_ = g.destination(input);
+    is_direct_ = dst_.view.dtype() == x.dtype() && rows_are_contiguous(dst_.view);
+    buffer_ = is_direct_ ? dst_.view : empty(x.shape(), x.dtype());
+  }
+  void* data() const { return buffer_.is_defined() ? buffer_.raw_data() : nullptr; }
+  bool accumulate() const { return is_direct_ && dst_.accumulate; }
+  HeadStrides strides() const {
+    return buffer_.is_defined() ? head_strides(buffer_) : HeadStrides{0, 0, 0};
+  }
+  void finish() {
+    if (!buffer_.is_defined()) return;
+    if (!is_direct_) {
+      const Tensor& view = dst_.view;
+      kernels::copy(current_stream(),
+                    {view.raw_data(), buffer_.raw_data(), view.dtype(), buffer_.dtype(),
+                     view.shape(), view.strides(), buffer_.strides(), dst_.accumulate});
+    }
+    g_.written(input_);
+  }
+
+ private:
+  Grads& g_;
+  int input_;
+  GradDst dst_;
+  bool is_direct_ = false;
+  Tensor buffer_;
+};
+
+}  // namespace
+
+Tensor attention(const Tensor& q_BTHD, const Tensor& k_BSHD, const Tensor& v_BSHD,
+                 const AttentionOptions& options) {
+  check(q_BTHD, k_BSHD, v_BSHD, options);
+  const Tensor q = with_contiguous_rows(q_BTHD), k = with_contiguous_rows(k_BSHD),
+               v = with_contiguous_rows(v_BSHD);
+  const Tensor starts =
+      options.document_starts.is_defined() ? options.document_starts.contiguous() : Tensor{};
+  const Tensor slopes =
+      options.alibi_slopes.is_defined() ? options.alibi_slopes.contiguous() : Tensor{};
+  const int64_t head_dim = q.dim(3);
+  const kernels::AttentionShape shape{
+      .dtype = q.dtype(),
+      .batch = q.dim(0),
+      .num_queries = q.dim(1),
+      .num_keys = k.dim(1),
+      .num_heads = q.dim(2),
+      .num_kv_heads = k.dim(2),
+      .head_dim = head_dim,
+      .scale = options.scale != 0 ? static_cast<double>(options.scale)
+                                  : 1 / std::sqrt(static_cast<double>(head_dim)),
+      .causal = options.causal,
+      .document_starts = starts.is_defined() ? starts.data<int32_t>() : nullptr,
+      .alibi_slopes = slopes.is_defined() ? slopes.data<float>() : nullptr};
+
+  Tensor o = empty(q.shape(), q.dtype());
+  const Tensor lse =
+      empty({shape.batch, shape.num_heads, shape.num_queries}, q.dtype() == kF64 ? kF64 : kF32);
+  kernels::attention_fwd(current_stream(),
+                         {o.raw_data(), lse.raw_data(), q.raw_data(), k.raw_data(), v.raw_data(),
+                          head_strides(q), head_strides(k), head_strides(v), shape});
+
+  return record("attention", {q, k, v}, o,
+                [shape, q = save(q), k = save(k), v = save(v), o = save(o), lse = save(lse),
+                 starts = save(starts), slopes = save(slopes)](const Tensor& dy, Grads& g) {
+                  const Tensor d_out = dy.contiguous();
+                  Destination dq(g, 0, q), dk(g, 1, k), dv(g, 2, v);
+                  kernels::AttentionBwd args{.dq = dq.data(),
+                                             .dk = dk.data(),
+                                             .dv = dv.data(),
+                                             .accumulate_dq = dq.accumulate(),
+                                             .accumulate_dk = dk.accumulate(),
+                                             .accumulate_dv = dv.accumulate(),
+                                             .dq_strides = dq.strides(),
+                                             .dk_strides = dk.strides(),
+                                             .dv_strides = dv.strides(),
+                                             .workspace = nullptr,
+                                             .d_out = d_out.raw_data(),
+                                             .o = o->raw_data(),
+                                             .lse = lse->raw_data(),
+                                             .q = q->raw_data(),
+                                             .k = k->raw_data(),
+                                             .v = v->raw_data(),
+                                             .q_strides = head_strides(q),
+                                             .k_strides = head_strides(k),
+                                             .v_strides = head_strides(v),
+                                             .shape = shape};
+                  // The storage of saved tensors may have moved since forward (released and
+                  // gathered again).
+                  if (starts->is_defined()) args.shape.document_starts = starts->data<int32_t>();
+                  if (slopes->is_defined()) args.shape.alibi_slopes = slopes->data<float>();
+                  const Tensor workspace = empty({args.workspace_numel()}, lse->dtype());
+                  args.workspace = workspace.raw_data();
+                  kernels::attention_bwd(current_stream(), args);
+                  dq.finish(), dk.finish(), dv.finish();
+                });
+}
+
+}  // namespace tessera

@@ -1,0 +1,36 @@
+#pragma once
+
+#include "core/tensor.h"
+
+// B batch, T queries, S keys, H query heads, Hk key/value heads, D head width.
+
+namespace tessera {
+
+struct AttentionOptions {
+  bool causal = true;
+  float scale = 0;  ///< of the logits; 0 means 1 / sqrt(D)
+  Tensor document_starts =
+      {};                    ///< i32 [B, T]: first position of the query's document; undefined: one
+  Tensor alibi_slopes = {};  ///< f32 [H]; undefined: no position bias
+};
+
+/// Softmax attention with f32 statistics that never holds a T x S matrix: keys are taken a tile at
+/// a time and the softmax is corrected as larger logits come (Milakov & Gimelshein 2018,
+/// arXiv:1805.02867; Dao 2023, arXiv:2307.08691).
+///   o[b,t,h] = sum_s p[s] v[b,s,h'],  p = softmax_s(scale q[b,t,h] . k[b,s,h'] - slope[h] |t' -
+///   s|) h' = h / (H / Hk);  t' = S - T + t: queries are the last T positions (decoding with a
+///   cache)
+/// Visible are keys s <= t' if causal, and those of the query's document: s >= document_starts[b,t]
+/// and, if not causal, s before the next document. A query that sees no key gives 0.
+/// Shapes   q [B, T, H, D], k and v [B, S, Hk, D], S >= T, H a multiple of Hk -> o [B, T, H, D]
+/// Strides  any but in the last dimension (slices of a packed qkv are fine); gradients as well
+/// Dtypes   q, k, v, o f32 | bf16 | f16; sums in f32, one rounding at the end; f64 in f64
+/// Saves    q, k, v, o, log-sum-exp (4 bytes a query and head), document starts, slopes
+/// Grads    dq, dk, dv; summed in an order that depends on the shape alone. Slopes have none.
+///          A workspace of dk and dv in f32 (a few copies if B Hk < 32) while backward runs
+/// Streams  current stream; never synchronizes
+/// Errors   ShapeError or DtypeError that begins with "attention:"
+Tensor attention(const Tensor& q_BTHD, const Tensor& k_BSHD, const Tensor& v_BSHD,
+                 const AttentionOptions& options = {});
+
+}  // namespace tessera
