@@ -1,6 +1,7 @@
 #include "core/autograd.h"
 
 #include <algorithm>
+#include <atomic>
 
 #include "core/elementary/kernel.h"
 
@@ -20,7 +21,6 @@ struct Node {
   struct Slot {
     Tensor grad;
     bool is_own_destination = false;  // memory that `destination` supplied
-    const Node* writer = nullptr;     // the node whose backward function claimed it
   };
 
   const char* name;
@@ -40,7 +40,6 @@ namespace {
 
 struct ThreadState {
   bool grad_mode = true;
-  uint64_t next_sequence = 1;
   int backward_depth = 0;
   const char* current_op = "";
   std::vector<std::function<void(bool)>> callbacks;
@@ -50,34 +49,37 @@ ThreadState& state() {
   return s;
 }
 
+// One numbering for all threads: a graph that several of them built is still sorted by it.
+std::atomic<uint64_t> next_sequence{1};
+
 /// `grad` is referred to by nobody but its slot: adding in place changes no one else's value.
 bool is_exclusive(const Tensor& grad) {
   return grad.shared_impl().use_count() == 1 && grad.storage().use_count() == 1;
 }
 
-void accumulate_into(const Tensor& destination, const Tensor& grad) {
-  Tensor target = destination;
-  target.add_(grad);
+void write_to(GradDst dst, const Tensor& grad) {
+  dst.accumulate ? dst.view.add_(grad) : dst.view.copy_(grad);
 }
 
 }  // namespace
 
-// A long chain of nodes would be destroyed recursively, one stack frame each: unlink iteratively.
+// A long chain of nodes would be destroyed recursively, one stack frame each: unlink iteratively. A
+// node that something else holds too is left whole; its last holder comes here again.
 Node::~Node() {
   std::vector<std::shared_ptr<Node>> chain;
-  const auto take = [&chain](Node& node) {
+  const auto unlink = [&chain](Node& node) {
     for (Input& input : node.inputs) {
       if (input.node != nullptr) chain.push_back(std::move(input.node));
     }
+    // After that: captures may be outputs of the same nodes, which `chain` keeps from going here.
+    node.backward = nullptr;
+    node.destination = nullptr;
   };
-  take(*this);
+  unlink(*this);
   while (!chain.empty()) {
     const std::shared_ptr<Node> node = std::move(chain.back());
     chain.pop_back();
-    if (node.use_count() == 1) {
-      node->backward = nullptr;  // captures may hold further nodes
-      take(*node);
-    }
+    if (node.use_count() == 1) unlink(*node);
   }
 }
 
@@ -146,7 +148,7 @@ void put_on_tape(const char* name, std::span<const Tensor> inputs, std::span<Ten
                  MultiBackwardFn backward, std::function<Tensor(int)> destination) {
   auto node = std::make_shared<Node>();
   node->name = name;
-  node->sequence = state().next_sequence++;
+  node->sequence = next_sequence.fetch_add(1, std::memory_order_relaxed);
   node->num_outputs = static_cast<int>(outputs.size());
   node->backward = std::move(backward);
   node->destination = std::move(destination);
@@ -223,8 +225,17 @@ std::vector<Tensor> record_multi_always(const char* name, std::vector<Tensor> in
 
 class Engine {
  public:
-  Engine(std::span<const Tensor> roots, std::span<const Tensor> grads, bool retain_graph)
-      : retain_graph_(retain_graph) {
+  explicit Engine(bool retain_graph) : retain_graph_(retain_graph) {}
+
+  /// Leaves the nodes clean whether or not `run` got through.
+  ~Engine() {
+    for (const auto& node : nodes_) {
+      node->slots.clear();
+      node->is_visited = false;
+    }
+  }
+
+  void run(std::span<const Tensor> roots, std::span<const Tensor> grads) {
     for (size_t i = 0; i < roots.size(); ++i) {
       const Tensor& root = roots[i];
       TESSERA_CHECK(root.is_defined() && root.requires_grad(),
@@ -237,6 +248,7 @@ class Engine {
         grad = full(root.shape(), 1, root.dtype());
       }
       TESSERA_CHECK_EQ(grad.shape(), root.shape(), "backward: gradient of root {}", i);
+      TESSERA_CHECK_EQ(grad.dtype(), root.dtype(), "backward: gradient of root {}", i);
       if (root.is_leaf()) {
         deliver_to_leaf(root, grad);
         continue;
@@ -244,17 +256,6 @@ class Engine {
       visit(root.impl()->node);
       deliver_to_node(*root.impl()->node, root.impl()->output_index, grad);
     }
-  }
-
-  /// Leaves the nodes clean whether or not `run` got through.
-  ~Engine() {
-    for (const auto& node : nodes_) {
-      node->slots.clear();
-      node->is_visited = false;
-    }
-  }
-
-  void run() {
     // Inputs always have a smaller sequence number than the node, so this is a topological order.
     std::sort(nodes_.begin(), nodes_.end(),
               [](const auto& a, const auto& b) { return a->sequence > b->sequence; });
@@ -262,42 +263,31 @@ class Engine {
   }
 
   static void deliver_to_leaf(const Tensor& leaf, const Tensor& grad) {
-    GradDst dst = leaf_destination(leaf);
-    if (dst) {
-      dst.accumulate ? accumulate_into(dst.view, grad) : void(dst.view.copy_(grad));
+    if (GradDst dst = leaf_destination(leaf)) {
+      write_to(dst, grad);
       leaf_written(leaf);
     }
   }
 
   static void deliver_to_node(Node& node, int output_index, const Tensor& grad) {
     Node::Slot& slot = node.slots[static_cast<size_t>(output_index)];
-    if (!slot.grad.is_defined()) {
-      slot.grad = grad.is_contiguous() ? grad : grad.clone();
+    if (slot.grad.is_defined() || node.destination != nullptr) {
+      write_to(slot_destination(node, output_index, grad.shape(), grad.dtype()), grad);
     } else {
-      make_exclusive(slot);
-      accumulate_into(slot.grad, grad);
+      slot.grad = grad.is_contiguous() ? grad : grad.clone();
     }
   }
 
-  static void make_exclusive(Node::Slot& slot) {
-    if (!slot.is_own_destination && !is_exclusive(slot.grad)) slot.grad = slot.grad.clone();
-  }
-
-  static GradDst claim(const Node& writer, Node& node, int output_index, const Shape& shape,
-                       DType dtype) {
+  static GradDst slot_destination(Node& node, int output_index, const Shape& shape, DType dtype) {
     Node::Slot& slot = node.slots[static_cast<size_t>(output_index)];
-    if (slot.writer == &writer) return {};  // the same tensor is two inputs of one op
-    slot.writer = &writer;
     if (slot.grad.is_defined()) {
-      make_exclusive(slot);
+      // What `add` handed over may be another node's dy or a view of it.
+      if (!slot.is_own_destination && !is_exclusive(slot.grad)) slot.grad = slot.grad.clone();
       return {slot.grad, true};
     }
-    if (node.destination != nullptr) {
-      slot.grad = node.destination(output_index);
-      slot.is_own_destination = true;
-    } else {
-      slot.grad = empty(shape, dtype);
-    }
+    if (node.destination != nullptr) slot.grad = node.destination(output_index);
+    slot.is_own_destination = slot.grad.is_defined();
+    if (!slot.grad.is_defined()) slot.grad = empty(shape, dtype);
     return {slot.grad, false};
   }
 
@@ -329,10 +319,9 @@ class Engine {
       std::vector<Tensor> dys;
       dys.reserve(node.slots.size());
       for (Node::Slot& slot : node.slots) dys.push_back(std::move(slot.grad));
-      Grads g;
-      g.node_ = &node;
-      g.claimed_.resize(node.inputs.size());
+      Grads g(node);
       node.backward(dys, g);
+      g.finish();
     }
     if (!retain_graph_) {
       node.backward = nullptr;
@@ -346,72 +335,83 @@ class Engine {
   std::vector<std::shared_ptr<Node>> nodes_;
 };
 
+Grads::Grads(Node& node) : node_(node), claims_(node.inputs.size()) {}
+
 bool Grads::wanted(int i) const {
-  const Node::Input& input = node_->inputs[static_cast<size_t>(i)];
+  const Node::Input& input = node_.inputs[static_cast<size_t>(i)];
   return input.node != nullptr || input.leaf != nullptr;
+}
+
+/// The memory for the gradient of input i is claimed, not yet written, and maybe for another input.
+bool Grads::is_target_open(int i) const {
+  const Node::Input& input = node_.inputs[static_cast<size_t>(i)];
+  for (size_t j = 0; j < claims_.size(); ++j) {
+    const Node::Input& other = node_.inputs[j];
+    if (claims_[j].state == Claim::kOpen && !claims_[j].is_private && other.leaf == input.leaf &&
+        other.node == input.node && other.output_index == input.output_index) {
+      return true;
+    }
+  }
+  return false;
 }
 
 GradDst Grads::destination(int i) {
   if (!wanted(i)) return {};
-  const auto index = static_cast<size_t>(i);
-  const Node::Input& input = node_->inputs[index];
-  if (claimed_[index].view.is_defined()) return claimed_[index];
-  // One op may name a tensor twice; its kernel must not write both gradients to one place.
-  const bool is_repeated = [&] {
-    for (size_t j = 0; j < claimed_.size(); ++j) {
-      const Node::Input& other = node_->inputs[j];
-      if (j != index && claimed_[j].view.is_defined() && input.leaf != nullptr &&
-          other.leaf == input.leaf) {
-        return true;
-      }
-    }
-    return false;
-  }();
-  GradDst dst;
-  if (input.leaf != nullptr) {
-    if (!is_repeated) dst = leaf_destination(Tensor(input.leaf));
+  Claim& claim = claims_[static_cast<size_t>(i)];
+  if (claim.state == Claim::kOpen) return claim.dst;
+  const Node::Input& input = node_.inputs[static_cast<size_t>(i)];
+  claim.is_private = is_target_open(i);
+  if (claim.is_private) {
+    claim.dst = {empty(input.shape, input.dtype), false};
+  } else if (input.leaf != nullptr) {
+    claim.dst = leaf_destination(Tensor(input.leaf));
   } else {
-    dst = Engine::claim(*node_, *input.node, input.output_index, input.shape, input.dtype);
+    claim.dst = Engine::slot_destination(*input.node, input.output_index, input.shape, input.dtype);
   }
-  if (!dst) dst = {empty(input.shape, input.dtype), false};  // added by `written`
-  claimed_[index] = dst;
-  return dst;
+  claim.state = Claim::kOpen;
+  return claim.dst;
 }
 
 void Grads::written(int i) {
   if (!wanted(i)) return;
-  const auto index = static_cast<size_t>(i);
-  const Node::Input& input = node_->inputs[index];
-  const Tensor& view = claimed_[index].view;
-  TESSERA_CHECK(view.is_defined(), "{}: written({}) without destination({})", node_->name, i, i);
-  if (input.leaf != nullptr) {
-    const Tensor leaf(input.leaf);
-    bool is_private = false;  // `destination` gave a private buffer for a repeated input
-    for (size_t j = 0; j < index; ++j) {
-      is_private =
-          is_private || (node_->inputs[j].leaf == input.leaf && claimed_[j].view.is_defined() &&
-                         claimed_[j].view.impl() != view.impl() &&
-                         claimed_[j].view.raw_data() != view.raw_data());
-    }
-    is_private ? Engine::deliver_to_leaf(leaf, view) : leaf_written(leaf);
-    return;
+  Claim& claim = claims_[static_cast<size_t>(i)];
+  TESSERA_CHECK_AS(InternalError, claim.state == Claim::kOpen,
+                   "{}: written({}) without destination({})", node_.name, i, i);
+  claim.state = Claim::kWritten;
+  const Node::Input& input = node_.inputs[static_cast<size_t>(i)];
+  if (claim.is_private) {
+    deferred_.emplace_back(i, claim.dst.view);
+  } else if (input.leaf != nullptr) {
+    leaf_written(Tensor(input.leaf));
   }
-  Node::Slot& slot = input.node->slots[static_cast<size_t>(input.output_index)];
-  if (slot.grad.impl() != view.impl()) {
-    Engine::deliver_to_node(*input.node, input.output_index, view);
-  }
-  slot.writer = nullptr;
 }
 
 void Grads::add(int i, const Tensor& grad) {
   if (!wanted(i)) return;
-  const Node::Input& input = node_->inputs[static_cast<size_t>(i)];
-  TESSERA_CHECK_EQ(grad.shape(), input.shape, "{}: gradient of input {}", node_->name, i);
+  const Node::Input& input = node_.inputs[static_cast<size_t>(i)];
+  TESSERA_CHECK_EQ(grad.shape(), input.shape, "{}: gradient of input {}", node_.name, i);
+  if (input.leaf == nullptr) {
+    TESSERA_CHECK_EQ(grad.dtype(), input.dtype, "{}: gradient of input {}", node_.name, i);
+  }
+  is_target_open(i) ? void(deferred_.emplace_back(i, grad)) : deliver(i, grad);
+}
+
+void Grads::deliver(int i, const Tensor& grad) {
+  const Node::Input& input = node_.inputs[static_cast<size_t>(i)];
   if (input.leaf != nullptr) {
     Engine::deliver_to_leaf(Tensor(input.leaf), grad);
   } else {
     Engine::deliver_to_node(*input.node, input.output_index, grad);
   }
+}
+
+void Grads::finish() {
+  for (size_t i = 0; i < claims_.size(); ++i) {
+    TESSERA_CHECK_AS(InternalError, claims_[i].state != Claim::kOpen,
+                     "{}: destination({}) without written({})", node_.name, i, i);
+  }
+  claims_.clear();  // their references would make the gradients look shared
+  for (const auto& [i, grad] : deferred_) deliver(i, grad);
 }
 
 void backward(std::span<const Tensor> roots, std::span<const Tensor> grads,
@@ -423,11 +423,19 @@ void backward(std::span<const Tensor> roots, std::span<const Tensor> grads,
   const auto finish = [&](bool ok) {
     s.current_op = outer_op;
     if (--s.backward_depth > 0) return;
-    const auto callbacks = std::exchange(s.callbacks, {});
-    for (const auto& callback : callbacks) callback(ok);
+    // All of them run: each has something of its own to put back in order.
+    std::exception_ptr error;
+    for (const auto& callback : std::exchange(s.callbacks, {})) {
+      try {
+        callback(ok && error == nullptr);
+      } catch (...) {
+        if (error == nullptr) error = std::current_exception();
+      }
+    }
+    if (ok && error != nullptr) std::rethrow_exception(error);
   };
   try {
-    Engine(roots, grads, options.retain_graph).run();
+    Engine(options.retain_graph).run(roots, grads);
   } catch (...) {
     finish(false);
     throw;

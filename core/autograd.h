@@ -58,17 +58,31 @@ class Grads {
   /// Input i needs a gradient.
   bool wanted(int i) const;
   /// Memory for the gradient of input i (undefined view if not wanted). Call `written(i)` once the
-  /// kernel that writes it is submitted. The shape is the input's.
+  /// kernel that writes it is submitted; until then repeated calls return the same. The shape is
+  /// the input's. Two inputs that are one tensor get memory of their own each.
   GradDst destination(int i);
   void written(int i);
-  /// Hands over a whole gradient of input i, of its shape; `grad` may be dy itself. Ignored if not
-  /// wanted. For ops that cannot write into a destination.
+  /// Hands over a whole gradient of input i, of its shape and dtype (a leaf's may have another
+  /// dtype); `grad` may be dy itself. Ignored if not wanted. For ops that cannot write into a
+  /// destination.
   void add(int i, const Tensor& grad);
 
  private:
   friend class Engine;
-  Node* node_ = nullptr;
-  std::vector<GradDst> claimed_;
+  struct Claim {
+    enum State { kNone, kOpen, kWritten } state = kNone;
+    GradDst dst;
+    bool is_private = false;  // not the target's memory: that is in the hands of another input
+  };
+
+  explicit Grads(Node& node);
+  bool is_target_open(int i) const;
+  void deliver(int i, const Tensor& grad);
+  void finish();
+
+  Node& node_;
+  std::vector<Claim> claims_;
+  std::vector<std::pair<int, Tensor>> deferred_;  // delivered once no claim is open
 };
 
 using BackwardFn = std::function<void(const Tensor& dy, Grads& g)>;
@@ -102,6 +116,7 @@ Tensor record(const char* name, std::initializer_list<Tensor> inputs, Tensor out
 
 /// Several outputs. `destination`, if given, supplies memory for the gradient of output i, so
 /// that the ops that consumed it write there directly (a split's outputs: slices of one buffer).
+/// It is called when the first gradient comes to output i; dys[i] is then what it returned.
 std::vector<Tensor> record_multi(const char* name, std::vector<Tensor> inputs,
                                  std::vector<Tensor> outputs, MultiBackwardFn backward,
                                  std::function<Tensor(int)> destination = nullptr);
@@ -119,13 +134,14 @@ struct BackwardOptions {
 
 /// Gradients of sum_i <roots[i], grads[i]> for every leaf that requires one. An undefined grad is
 /// 1 for a scalar root (Error otherwise). Walking a graph twice without retain_graph is an Error
-/// that names the op.
+/// that names the op. After an exception the gradients of leaves are unspecified, and the tape is
+/// as if the part that ran had been walked.
 void backward(std::span<const Tensor> roots, std::span<const Tensor> grads,
               const BackwardOptions& options = {});
 void backward(const Tensor& root, const Tensor& grad = {}, const BackwardOptions& options = {});
 
-/// Runs once when this thread's outermost backward ends; `ok` is false if it ended by an
-/// exception (the callback must not throw then). Error outside of a backward.
+/// Runs once when this thread's outermost backward ends; `ok` is false if it or an earlier callback
+/// ended by an exception (the callback must not throw then). Error outside of a backward.
 void on_backward_end(std::function<void(bool ok)> callback);
 bool is_in_backward();
 

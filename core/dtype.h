@@ -76,12 +76,28 @@ struct Float16 {
 
   static uint16_t encode(float value);
   static float decode(uint16_t bits);
+  // The same without F16C instructions.
+  static uint16_t encode_portable(float value);
+  static float decode_portable(uint16_t bits);
 };
 
 inline uint16_t Float16::encode(float value) {
 #if defined(__F16C__)
   return static_cast<uint16_t>(_cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT));
 #else
+  return encode_portable(value);
+#endif
+}
+
+inline float Float16::decode(uint16_t bits) {
+#if defined(__F16C__)
+  return _cvtsh_ss(bits);
+#else
+  return decode_portable(bits);
+#endif
+}
+
+inline uint16_t Float16::encode_portable(float value) {
   const uint32_t u = std::bit_cast<uint32_t>(value);
   const uint32_t sign = (u >> 16) & 0x8000u;
   const uint32_t magnitude = u & 0x7fffffffu;
@@ -93,20 +109,18 @@ inline uint16_t Float16::encode(float value) {
   }
   const uint32_t rounded = magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u);
   return static_cast<uint16_t>(sign | (rounded >> 13));
-#endif
 }
 
-inline float Float16::decode(uint16_t bits) {
-#if defined(__F16C__)
-  return _cvtsh_ss(bits);
-#else
+inline float Float16::decode_portable(uint16_t bits) {
   const uint32_t sign = static_cast<uint32_t>(bits & 0x8000u) << 16;
   const uint32_t magnitude = bits & 0x7fffu;
-  if (magnitude >= 0x7c00u) return std::bit_cast<float>(sign | 0x7f800000u | (magnitude << 13));
+  if (magnitude >= 0x7c00u) {  // a NaN becomes quiet
+    const uint32_t quiet = magnitude > 0x7c00u ? 0x400000u : 0u;
+    return std::bit_cast<float>(sign | 0x7f800000u | quiet | (magnitude << 13));
+  }
   // Scaling by 2^112 moves the exponent bias from 15 to 127 and normalizes subnormals.
   const float scaled = std::bit_cast<float>(magnitude << 13) * 0x1p112f;
   return std::bit_cast<float>(std::bit_cast<uint32_t>(scaled) | sign);
-#endif
 }
 
 template <class T>

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdio>
 #include <map>
@@ -22,6 +23,19 @@ std::vector<TraceEvent>& recorded() {
 std::map<int, std::string>& stream_names() {
   static auto* names = new std::map<int, std::string>;
   return *names;
+}
+
+std::string escaped(std::string_view text) {
+  std::string out;
+  for (const char c : text) {
+    if (static_cast<unsigned char>(c) < 0x20) {
+      out += fmt::format("\\u{:04x}", static_cast<unsigned>(c));
+    } else {
+      if (c == '"' || c == '\\') out += '\\';
+      out += c;
+    }
+  }
+  return out;
 }
 
 }  // namespace
@@ -66,14 +80,15 @@ void write_chrome_trace(const std::string& path) {
       text += fmt::format(
           "{{\"ph\":\"M\",\"name\":\"thread_name\",\"pid\":0,\"tid\":{},\"args\":{{\"name\":"
           "\"{}\"}}}},\n",
-          id, name);
+          id, escaped(name));
     }
   }
-  const int64_t origin = all.empty() ? 0 : all.front().begin_ns;
+  int64_t origin = all.empty() ? 0 : all.front().begin_ns;
+  for (const TraceEvent& e : all) origin = std::min(origin, e.begin_ns);
   for (const TraceEvent& e : all) {
     text += fmt::format(
         "{{\"ph\":\"X\",\"name\":\"{}\",\"pid\":0,\"tid\":{},\"ts\":{:.3f},\"dur\":{:.3f}}},\n",
-        e.name, e.stream_id, static_cast<double>(e.begin_ns - origin) * 1e-3,
+        escaped(e.name), e.stream_id, static_cast<double>(e.begin_ns - origin) * 1e-3,
         static_cast<double>(e.end_ns - e.begin_ns) * 1e-3);
   }
   text += "{\"ph\":\"M\",\"name\":\"process_name\",\"pid\":0,\"args\":{\"name\":\"tessera\"}}\n]\n";

@@ -51,9 +51,9 @@ Tensor recompute(const std::function<Tensor(const std::vector<Tensor>&)>& fn,
                               again.push_back(input.is_defined() ? input.detach() : input);
                               if (wanted[i]) again.back().set_requires_grad(true);
                             }
-                            RecomputeScope scope;
                             Tensor result;
                             {
+                              RecomputeScope scope;
                               RandomScope random(start);
                               GradMode grad(true);
                               result = fn(again);

@@ -27,10 +27,11 @@ void Storage::attach(void* data, std::shared_ptr<void> owner) {
 }
 
 void Storage::release() {
-  if (block_ != nullptr) allocator_->free(block_);
-  block_ = nullptr;
   data_ = nullptr;
   owner_ = nullptr;
+  if (block_ == nullptr) return;
+  allocator_->free(std::exchange(block_, nullptr));
+  allocator_ = nullptr;
 }
 
 void Storage::fail_released() const {

@@ -104,10 +104,10 @@ bool Tensor::is_row_strided() const {
   const int last = t.shape.num_dims() - 1;
   if (last < 0 || t.shape.numel() == 0) return true;
   if (t.shape[last] != 1 && t.strides[last] != 1) return false;
-  int64_t expected = 0;  // stride of the next outer dimension; 0: any
+  int64_t expected = -1;  // stride of the next outer dimension; -1: any
   for (int i = last - 1; i >= 0; --i) {
     if (t.shape[i] == 1) continue;
-    if (expected != 0 && t.strides[i] != expected) return false;
+    if (expected >= 0 && t.strides[i] != expected) return false;
     expected = t.strides[i] * t.shape[i];
   }
   return true;
@@ -138,6 +138,7 @@ Tensor Tensor::view(const Shape& wanted) const {
       TESSERA_CHECK_SHAPE(inferred < 0, "view: more than one -1 in {}", wanted);
       inferred = i;
     } else {
+      TESSERA_CHECK_SHAPE(target[i] >= 0, "view: negative dimension in {}", wanted);
       known *= target[i];
     }
   }
@@ -163,9 +164,9 @@ Tensor Tensor::transpose(int a, int b) const {
 
 Tensor Tensor::narrow(int dim, int64_t start, int64_t length) const {
   dim = shape().wrap(dim);
-  TESSERA_CHECK_SHAPE(start >= 0 && length >= 0 && start + length <= shape()[dim],
-                      "narrow: [{}, {}) is not inside dimension {} of {}", start, start + length,
-                      dim, shape());
+  TESSERA_CHECK_SHAPE(start >= 0 && length >= 0 && length <= shape()[dim] - start,
+                      "narrow: {} from {} on are not inside dimension {} of {}", length, start, dim,
+                      shape());
   return record("narrow", {*this},
                 alias(*this, start * strides()[dim], shape().with(dim, length), strides()),
                 add_into_part([=](const Tensor& dx) { return dx.narrow(dim, start, length); }));

@@ -4,11 +4,9 @@
 
 #include <charconv>
 #include <cmath>
-#include <cstring>
 #include <map>
 #include <mutex>
 #include <set>
-#include <unordered_set>
 #include <vector>
 
 #include "core/log.h"
@@ -111,12 +109,13 @@ std::string format_nbytes(int64_t nbytes) {
 struct Allocator::Block {
   char* data;
   size_t nbytes;
-  char* segment;
-  size_t segment_nbytes;
+  bool is_small;  // its segment serves small requests
   Stream stream;
-  MemoryClass memory_class;
-  bool is_free;
-  Block *previous, *next;  // neighbours in the segment
+  MemoryClass memory_class = MemoryClass::kOther;
+  bool is_free = false;
+  Block *previous = nullptr, *next = nullptr;  // neighbours in the segment
+
+  bool is_whole_segment() const { return previous == nullptr && next == nullptr; }
 };
 
 struct Allocator::State {
@@ -135,13 +134,12 @@ struct Allocator::State {
   std::unique_ptr<MemoryBackend> backend;
   mutable std::mutex mutex;
   std::map<PoolKey, Pool> free_blocks;
-  std::unordered_set<Block*> live_blocks;
   AllocatorStats stats;
   std::function<std::string()> advice;
 
-  static PoolKey key(const Block& b) { return {b.stream.id(), b.segment_nbytes == kSegmentNbytes}; }
+  Pool& pool_of(const Block& b) { return free_blocks[{b.stream.id(), b.is_small}]; }
   Block* take_cached(size_t nbytes, PoolKey pool_key);
-  Block* new_segment(size_t nbytes, const Stream& stream, int64_t limit);
+  Block* new_segment(size_t nbytes, const Stream& stream, const Options& options);
   void split(Block* block, size_t nbytes);
   void count(const Block& block, int64_t sign);
   std::vector<Block*> cached_segments() const;
@@ -158,6 +156,10 @@ Allocator::~Allocator() {
   } catch (...) {
     log_error("allocator {}: could not give its cache back", options_.name);
   }
+  if (state_->stats.allocated != 0) {
+    log_error("allocator {}: ended with {} still in use", options_.name,
+              format_nbytes(state_->stats.allocated));
+  }
 }
 
 Allocator::Block* Allocator::State::take_cached(size_t nbytes, PoolKey pool_key) {
@@ -173,32 +175,23 @@ Allocator::Block* Allocator::State::take_cached(size_t nbytes, PoolKey pool_key)
 }
 
 Allocator::Block* Allocator::State::new_segment(size_t nbytes, const Stream& stream,
-                                                int64_t limit) {
-  const size_t segment = nbytes <= kSmallNbytes ? kSegmentNbytes : round_up(nbytes, 4096);
-  // A large block of exactly the small segment's size would be taken for one: keep them apart.
-  const size_t segment_nbytes =
-      nbytes > kSmallNbytes && segment == kSegmentNbytes ? segment + 4096 : segment;
-  if (limit > 0 && stats.reserved + static_cast<int64_t>(segment_nbytes) > limit) return nullptr;
+                                                const Options& options) {
+  const bool is_small = nbytes <= kSmallNbytes;
+  const size_t segment_nbytes = is_small ? kSegmentNbytes : round_up(nbytes, 4096);
+  const auto reserved = stats.reserved + static_cast<int64_t>(segment_nbytes);
+  if (options.limit > 0 && reserved > options.limit) return nullptr;
   void* data = backend->allocate(segment_nbytes);
   if (data == nullptr) return nullptr;
   ++stats.num_backend_allocations;
-  stats.reserved += static_cast<int64_t>(segment_nbytes);
-  stats.peak_reserved = std::max(stats.peak_reserved, stats.reserved);
-  return new Block{static_cast<char*>(data),
-                   segment_nbytes,
-                   static_cast<char*>(data),
-                   segment_nbytes,
-                   stream,
-                   MemoryClass::kOther,
-                   false,
-                   nullptr,
-                   nullptr};
+  stats.reserved = reserved;
+  stats.peak_reserved = std::max(stats.peak_reserved, reserved);
+  if (options.poison) stream.fill_bytes("poison", data, 0xff, segment_nbytes);
+  return new Block{static_cast<char*>(data), segment_nbytes, is_small, stream};
 }
 
 void Allocator::State::split(Block* block, size_t nbytes) {
   const size_t rest = block->nbytes - nbytes;
-  const bool is_small = block->segment_nbytes == kSegmentNbytes;
-  if (rest < (is_small ? kGranule : kSmallNbytes)) return;
+  if (rest < (block->is_small ? kGranule : kSmallNbytes)) return;
   auto* tail = new Block(*block);
   tail->data += nbytes;
   tail->nbytes = rest;
@@ -207,7 +200,7 @@ void Allocator::State::split(Block* block, size_t nbytes) {
   if (tail->next != nullptr) tail->next->previous = tail;
   block->next = tail;
   block->nbytes = nbytes;
-  free_blocks[key(*tail)].insert(tail);
+  pool_of(*tail).insert(tail);
 }
 
 void Allocator::State::count(const Block& block, int64_t sign) {
@@ -224,7 +217,7 @@ std::vector<Allocator::Block*> Allocator::State::cached_segments() const {
   std::vector<Block*> whole;
   for (const auto& [_, pool] : free_blocks) {
     for (Block* block : pool) {
-      if (block->nbytes == block->segment_nbytes) whole.push_back(block);
+      if (block->is_whole_segment()) whole.push_back(block);
     }
   }
   return whole;
@@ -237,12 +230,11 @@ Allocator::Block* Allocator::allocate(size_t nbytes, const Stream& stream,
     {
       std::lock_guard lock(state_->mutex);
       Block* block = state_->take_cached(rounded, {stream.id(), rounded <= kSmallNbytes});
-      if (block == nullptr) block = state_->new_segment(rounded, stream, options_.limit);
+      if (block == nullptr) block = state_->new_segment(rounded, stream, options_);
       if (block != nullptr) {
         block->is_free = false;
         state_->split(block, rounded);
         block->memory_class = memory_class;
-        state_->live_blocks.insert(block);
         state_->count(*block, 1);
         ++state_->stats.num_allocations;
         return block;
@@ -260,32 +252,26 @@ Allocator::Block* Allocator::allocate(size_t nbytes, const Stream& stream,
 }
 
 void Allocator::free(Block* block) noexcept {
-  if (options_.poison) {
-    block->stream.declare("poison", Cost().write(block->data, static_cast<int64_t>(block->nbytes)));
-    block->stream.submit("poison", [data = block->data, nbytes = block->nbytes] {
-      std::memset(data, 0xff, nbytes);
-    });
-  }
+  if (options_.poison) block->stream.fill_bytes("poison", block->data, 0xff, block->nbytes);
   std::lock_guard lock(state_->mutex);
   state_->count(*block, -1);
-  state_->live_blocks.erase(block);
   block->is_free = true;
   if (Block* next = block->next; next != nullptr && next->is_free) {
-    state_->free_blocks[State::key(*next)].erase(next);
+    state_->pool_of(*next).erase(next);
     block->nbytes += next->nbytes;
     block->next = next->next;
     if (block->next != nullptr) block->next->previous = block;
     delete next;
   }
   if (Block* previous = block->previous; previous != nullptr && previous->is_free) {
-    state_->free_blocks[State::key(*previous)].erase(previous);
+    state_->pool_of(*previous).erase(previous);
     previous->nbytes += block->nbytes;
     previous->next = block->next;
     if (previous->next != nullptr) previous->next->previous = previous;
     delete block;
     block = previous;
   }
-  state_->free_blocks[State::key(*block)].insert(block);
+  state_->pool_of(*block).insert(block);
 }
 
 void* Allocator::data(const Block* block) {
@@ -304,9 +290,9 @@ void Allocator::empty_cache() {
   for (const Stream& stream : streams) stream.drain();
   std::lock_guard lock(state_->mutex);
   for (Block* block : state_->cached_segments()) {
-    state_->free_blocks[State::key(*block)].erase(block);
-    state_->stats.reserved -= static_cast<int64_t>(block->segment_nbytes);
-    state_->backend->free(block->segment, block->segment_nbytes);
+    state_->pool_of(*block).erase(block);
+    state_->stats.reserved -= static_cast<int64_t>(block->nbytes);
+    state_->backend->free(block->data, block->nbytes);
     delete block;
   }
 }

@@ -64,12 +64,12 @@ struct AllocatorStats {
 /// Caching allocator of one rank on one device: blocks of 512-byte granules cut from segments and
 /// merged again on free; a pool a stream, so that memory freed while its stream still uses it is
 /// reused in stream order without waiting. Thread-safe. The code is the same on all devices.
-/// With `poison`, freed bytes are filled with NaN (0xff) in stream order.
+/// With `poison`, new segments and freed bytes are filled with NaN (0xff) in stream order.
 class Allocator {
  public:
   struct Options {
     int64_t limit = 0;    ///< bytes the backend may be asked for in total; 0 = no limit
-    bool poison = false;  ///< fill freed memory with 0xff in stream order
+    bool poison = false;  ///< fill new and freed memory with 0xff in stream order
     std::string name = "device";
   };
   struct Block;

@@ -2,6 +2,7 @@
 
 #include <sched.h>
 
+#include <atomic>
 #include <mutex>
 
 #include "core/runtime/cpu_check.h"
@@ -16,8 +17,12 @@ std::shared_ptr<Context>& process_context() {
   static auto* context = new std::shared_ptr<Context>;
   return *context;
 }
+std::atomic<uint64_t> process_context_version{1};
+
 thread_local const std::shared_ptr<Context>* scoped_context = nullptr;
+// A copy a thread, so that `current` takes no lock; renewed when the version has moved on.
 thread_local std::shared_ptr<Context> cached_process_context;
+thread_local uint64_t cached_version = 0;
 
 }  // namespace
 
@@ -30,7 +35,7 @@ int num_allowed_processors() {
 Context::Context(const ContextOptions& options) : options_(options) {
   check_processor();
   if (options_.num_threads <= 0) options_.num_threads = num_allowed_processors();
-  if (options_.order_check) order_check_ = std::make_unique<OrderCheck>();
+  if (options_.order_check) order_check_ = std::make_shared<OrderCheck>();
   // Spinning bridges the gap between two small ops; with one thread a rank others need the core.
   compute_ = make_stream("compute", {.num_threads = options_.num_threads,
                                      .spin_us = options_.num_threads > 1 ? 20 : 0});
@@ -48,25 +53,27 @@ Context::~Context() {
 }
 
 Stream Context::make_stream(std::string name, StreamOptions options) const {
-  options.observer = order_check_.get();
+  options.observer = order_check_;
   return tessera::make_stream(options_.device, std::move(name), options);
 }
 
 const std::shared_ptr<Context>& Context::current() {
   if (scoped_context != nullptr) return *scoped_context;
-  if (cached_process_context == nullptr) {
+  if (cached_version != process_context_version.load(std::memory_order_acquire)) {
     std::lock_guard lock(process_context_mutex);
     auto& context = process_context();
     if (context == nullptr) context = std::make_shared<Context>(ContextOptions{});
     cached_process_context = context;
+    cached_version = process_context_version.load(std::memory_order_relaxed);
   }
   return cached_process_context;
 }
 
 void Context::set_process_context(std::shared_ptr<Context> context) {
+  // Swapped, so that the old one ends outside of the lock.
   std::lock_guard lock(process_context_mutex);
-  process_context() = context;
-  cached_process_context = std::move(context);
+  process_context().swap(context);
+  process_context_version.fetch_add(1, std::memory_order_release);
 }
 
 Context::Scope::Scope(std::shared_ptr<Context> context)

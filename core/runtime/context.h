@@ -57,7 +57,7 @@ class Context {
 
  private:
   ContextOptions options_;
-  std::unique_ptr<OrderCheck> order_check_;
+  std::shared_ptr<OrderCheck> order_check_;  // streams of live memory may outlive the Context
   Stream compute_;
   std::shared_ptr<Allocator> allocator_, host_allocator_;
 };

@@ -1,17 +1,18 @@
 #include "core/runtime/cpu.h"
 
-#include <omp.h>
 #include <pthread.h>
 
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <cstring>
 #include <mutex>
 #include <thread>
 #include <vector>
 
 #include "core/log.h"
 #include "core/profiler.h"
+#include "core/runtime/cpu/parallel.h"
 
 namespace tessera {
 namespace {
@@ -80,60 +81,21 @@ class RingQueue {
   size_t head_ = 0, count_ = 0;
 };
 
-class CpuStream final : public StreamImpl {
+struct Item {
+  const char* name = nullptr;
+  Task task;                        // or, empty:
+  std::shared_ptr<CpuEvent> event;  // to finish; both empty: the end
+};
+
+/// The queue and its thread's loop. Shared by the stream and the thread, which may outlive the
+/// stream: a task's captures can hold the stream's last reference.
+class Worker {
  public:
-  CpuStream(std::string stream_name, const StreamOptions& options)
-      : StreamImpl({}, std::move(stream_name)), spin_us_(options.spin_us) {
-    observer = options.observer;
-    profiler::name_stream(id, name);
-    worker_ = std::thread([this, threads = options.num_threads] { run(threads); });
-  }
-
-  ~CpuStream() override {
-    push({nullptr, {}, nullptr});
-    // The last reference may be dropped by a task that this very worker runs.
-    if (worker_.get_id() == std::this_thread::get_id()) {
-      worker_.detach();
-    } else {
-      worker_.join();
-    }
-  }
-
-  void submit(const char* task_name, Task task) override { push({task_name, std::move(task), {}}); }
-
-  Event record() override {
-    auto event = std::make_shared<CpuEvent>();
-    push({nullptr, {}, event});
-    return Event(std::move(event));
-  }
-
-  void wait(const Event& event) override {
-    auto target = std::dynamic_pointer_cast<CpuEvent>(event.shared_impl());
-    TESSERA_CHECK(target != nullptr, "Stream::wait: the event is of another device than cpu");
-    if (target->is_done() && !target_failed(*target)) return;
-    submit("wait", [target = std::move(target)] {
-      if (std::exception_ptr error = target->wait()) std::rethrow_exception(error);
-    });
-  }
-
-  void synchronize() override { record().synchronize(); }
-
-  void drain() noexcept override {
-    try {
-      static_cast<CpuEvent*>(record().impl())->wait();
-    } catch (...) {  // only out of memory for the event; nothing left to wait with
-      log_error("stream {}: could not drain", name);
-    }
-  }
-
- private:
-  struct Item {
-    const char* name = nullptr;
-    Task task;                        // or, empty:
-    std::shared_ptr<CpuEvent> event;  // to finish; both empty: the end
-  };
-
-  static bool target_failed(const CpuEvent& event) { return event.wait() != nullptr; }
+  Worker(const StreamImpl& stream, const StreamOptions& options)
+      : stream_id_(stream.id),
+        num_threads_(options.num_threads),
+        spin_us_(options.spin_us),
+        thread_name_(stream.name.substr(0, 15)) {}
 
   void push(Item item) {
     bool wake;
@@ -146,6 +108,34 @@ class CpuStream final : public StreamImpl {
     if (wake) changed_.notify_one();
   }
 
+  void run() {
+    cpu::set_num_threads(num_threads_);
+    pthread_setname_np(pthread_self(), thread_name_.c_str());
+    while (run_next()) {
+    }
+  }
+
+  /// Runs or skips the next item, waiting for one; false at the end. On the worker's thread only.
+  bool run_next() {
+    Item item = pop();
+    if (item.event != nullptr) {
+      item.event->finish(error_);
+      return true;
+    }
+    if (!item.task) return false;
+    if (error_ != nullptr) return true;
+    const bool traced = profiler::is_on();
+    const int64_t begin = traced ? profiler::now_ns() : 0;
+    try {
+      item.task();
+    } catch (...) {
+      error_ = std::current_exception();
+    }
+    if (traced) profiler::add({item.name, stream_id_, begin, profiler::now_ns()});
+    return true;
+  }
+
+ private:
   Item pop() {
     if (spin_us_ > 0 && !pending_.load(std::memory_order_acquire)) {
       const int64_t end = profiler::now_ns() + int64_t{1000} * spin_us_;
@@ -162,37 +152,80 @@ class CpuStream final : public StreamImpl {
     return item;
   }
 
-  void run(int num_threads) {
-    omp_set_num_threads(num_threads);
-    pthread_setname_np(pthread_self(), name.substr(0, 15).c_str());
-    const int stream_id = id;
-    std::exception_ptr error;
-    for (;;) {
-      Item item = pop();
-      if (item.event != nullptr) {
-        item.event->finish(error);
-      } else if (!item.task) {
-        return;
-      } else if (error == nullptr) {
-        const bool traced = profiler::is_on();
-        const int64_t begin = traced ? profiler::now_ns() : 0;
-        try {
-          item.task();
-        } catch (...) {
-          error = std::current_exception();
-        }
-        if (traced) profiler::add({item.name, stream_id, begin, profiler::now_ns()});
-      }
-    }
-  }
-
-  const int spin_us_;
+  const int stream_id_, num_threads_, spin_us_;
+  const std::string thread_name_;
   std::mutex mutex_;
   std::condition_variable changed_;
   RingQueue<Item> queue_;
   std::atomic<bool> pending_{false};
   bool sleeping_ = false;
-  std::thread worker_;
+  std::exception_ptr error_;  // the worker's own
+};
+
+class CpuStream final : public StreamImpl {
+ public:
+  CpuStream(std::string stream_name, const StreamOptions& options)
+      : StreamImpl({}, std::move(stream_name)), worker_(std::make_shared<Worker>(*this, options)) {
+    observer = options.observer;
+    profiler::name_stream(id, name);
+    thread_ = std::thread([worker = worker_] { worker->run(); });
+  }
+
+  ~CpuStream() override {
+    worker_->push({});
+    is_on_worker() ? thread_.detach() : thread_.join();
+  }
+
+  void submit(const char* task_name, Task task) override {
+    worker_->push({task_name, std::move(task), nullptr});
+  }
+
+  void fill_bytes(const char* task_name, void* data, unsigned char value, size_t nbytes) override {
+    submit(task_name, [=] { std::memset(data, value, nbytes); });
+  }
+
+  Event record() override { return Event(push_event()); }
+
+  void wait(const Event& event) override {
+    auto target = std::dynamic_pointer_cast<CpuEvent>(event.shared_impl());
+    TESSERA_CHECK(target != nullptr, "Stream::wait: the event is of another device than cpu");
+    if (target->is_done() && target->wait() == nullptr) return;
+    submit("wait", [target = std::move(target)] {
+      if (std::exception_ptr error = target->wait()) std::rethrow_exception(error);
+    });
+  }
+
+  void synchronize() override {
+    if (std::exception_ptr error = run_or_wait()) std::rethrow_exception(error);
+  }
+
+  void drain() noexcept override {
+    try {
+      run_or_wait();
+    } catch (...) {  // only out of memory for the event; nothing left to wait with
+      log_error("stream {}: could not drain", name);
+    }
+  }
+
+ private:
+  bool is_on_worker() const { return thread_.get_id() == std::this_thread::get_id(); }
+
+  std::shared_ptr<CpuEvent> push_event() {
+    auto event = std::make_shared<CpuEvent>();
+    worker_->push({nullptr, {}, event});
+    return event;
+  }
+
+  /// Returns when everything submitted so far has run; the stream's error. A task that drops the
+  /// last reference to an allocator gets here on the worker itself, which then goes on by itself.
+  std::exception_ptr run_or_wait() {
+    const std::shared_ptr<CpuEvent> event = push_event();
+    while (is_on_worker() && !event->is_done()) worker_->run_next();
+    return event->wait();
+  }
+
+  const std::shared_ptr<Worker> worker_;
+  std::thread thread_;
 };
 
 }  // namespace

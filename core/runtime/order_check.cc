@@ -3,12 +3,14 @@
 #include <algorithm>
 #include <cstdint>
 #include <map>
+#include <mutex>
 #include <unordered_map>
 
 // Method. Each stream has a clock (tasks submitted so far) and a vector clock: for every other
 // stream, how many of its tasks are known to be finished before this stream's next task. An event
 // carries the vector clock of its record; a wait takes the maximum. An access at clock c of stream
-// a happens before the next task of stream b iff b's vector clock has at least c for a.
+// a happens before the next task of stream b iff b's vector clock has at least c for a. The host's
+// own waits raise one more vector clock, that of every stream's later tasks.
 // Ranges live in an interval map that is split at access boundaries. To keep it small, a write that
 // covers pieces merges them into one.
 
@@ -49,7 +51,10 @@ struct OrderCheck::State {
     std::weak_ptr<EventImpl> event;  // expired: the address may be another event's
     VectorClock clock;
   };
+  mutable std::mutex mutex;
   std::unordered_map<const EventImpl*, EventClock> events;
+  size_t sweep_events_at = 1024;
+  VectorClock host_known;
   std::map<uintptr_t, Piece> pieces;  // disjoint, by begin
   std::vector<std::string> conflicts;
 
@@ -62,9 +67,26 @@ struct OrderCheck::State {
 
   bool is_ordered(const LastAccess& before, int stream) const {
     if (before.stream < 0 || before.stream == stream) return true;
-    const VectorClock& known = streams[static_cast<size_t>(stream)].known;
-    const auto i = static_cast<size_t>(before.stream);
-    return i < known.size() && known[i] >= before.clock;
+    const auto knows = [&before, i = static_cast<size_t>(before.stream)](const VectorClock& c) {
+      return i < c.size() && c[i] >= before.clock;
+    };
+    return knows(streams[static_cast<size_t>(stream)].known) || knows(host_known);
+  }
+
+  /// What is finished once everything submitted to the stream so far is.
+  VectorClock clock_of(int stream) const {
+    const auto i = static_cast<size_t>(stream);
+    VectorClock clock = streams[i].known;
+    raise(clock, host_known);
+    if (clock.size() <= i) clock.resize(i + 1);
+    clock[i] = streams[i].clock;
+    return clock;
+  }
+
+  const VectorClock* find(const Event& event) const {
+    const auto it = events.find(event.impl());
+    const bool is_same = it != events.end() && it->second.event.lock() == event.shared_impl();
+    return is_same ? &it->second.clock : nullptr;
   }
 
   void report(const char* name, int stream, bool is_write, const LastAccess& before,
@@ -133,6 +155,7 @@ OrderCheck::OrderCheck() : state_(std::make_unique<State>()) {}
 OrderCheck::~OrderCheck() = default;
 
 void OrderCheck::on_task(const Stream& stream, const char* name, const Cost& cost) {
+  std::lock_guard lock(state_->mutex);
   const int index = state_->index(stream);
   auto& s = state_->streams[static_cast<size_t>(index)];
   const LastAccess now{index, ++s.clock, name};
@@ -145,25 +168,35 @@ void OrderCheck::on_task(const Stream& stream, const char* name, const Cost& cos
 }
 
 void OrderCheck::on_record(const Stream& stream, const Event& event) {
-  const int index = state_->index(stream);
-  auto& s = state_->streams[static_cast<size_t>(index)];
-  VectorClock clock = s.known;
-  if (clock.size() <= static_cast<size_t>(index)) clock.resize(static_cast<size_t>(index) + 1);
-  clock[static_cast<size_t>(index)] = s.clock;
+  std::lock_guard lock(state_->mutex);
   auto& events = state_->events;
-  if (events.size() > 4096) {
+  if (events.size() >= state_->sweep_events_at) {
     std::erase_if(events, [](const auto& entry) { return entry.second.event.expired(); });
+    state_->sweep_events_at = std::max<size_t>(1024, 2 * events.size());
   }
-  events[event.impl()] = {event.shared_impl(), std::move(clock)};
+  events[event.impl()] = {event.shared_impl(), state_->clock_of(state_->index(stream))};
 }
 
 void OrderCheck::on_wait(const Stream& stream, const Event& event) {
-  const auto it = state_->events.find(event.impl());
-  if (it == state_->events.end() || it->second.event.lock() != event.shared_impl()) return;
-  raise(state_->streams[static_cast<size_t>(state_->index(stream))].known, it->second.clock);
+  std::lock_guard lock(state_->mutex);
+  const int index = state_->index(stream);
+  if (const VectorClock* clock = state_->find(event)) {
+    raise(state_->streams[static_cast<size_t>(index)].known, *clock);
+  }
+}
+
+void OrderCheck::on_host_wait(const Stream& stream) {
+  std::lock_guard lock(state_->mutex);
+  raise(state_->host_known, state_->clock_of(state_->index(stream)));
+}
+
+void OrderCheck::on_host_wait(const Event& event) {
+  std::lock_guard lock(state_->mutex);
+  if (const VectorClock* clock = state_->find(event)) raise(state_->host_known, *clock);
 }
 
 void OrderCheck::clear(const void* data, int64_t nbytes) {
+  std::lock_guard lock(state_->mutex);
   const auto begin = reinterpret_cast<uintptr_t>(data);
   const uintptr_t end = begin + static_cast<uintptr_t>(nbytes);
   state_->split(begin);
@@ -172,14 +205,16 @@ void OrderCheck::clear(const void* data, int64_t nbytes) {
   while (it != state_->pieces.end() && it->first < end) it = state_->pieces.erase(it);
 }
 
-const std::vector<std::string>& OrderCheck::conflicts() const {
+std::vector<std::string> OrderCheck::conflicts() const {
+  std::lock_guard lock(state_->mutex);
   return state_->conflicts;
 }
 
 void OrderCheck::throw_if_conflicts() const {
-  if (state_->conflicts.empty()) return;
-  throw InternalError(fmt::format("order check: {} conflicts, the first: {}",
-                                  state_->conflicts.size(), state_->conflicts.front()));
+  const std::vector<std::string> found = conflicts();
+  if (found.empty()) return;
+  throw InternalError(
+      fmt::format("order check: {} conflicts, the first: {}", found.size(), found.front()));
 }
 
 }  // namespace tessera

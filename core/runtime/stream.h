@@ -23,12 +23,30 @@ struct CUstream_st;
 
 namespace tessera {
 
+class Event;
+class Stream;
+
+/// Sees what the host submits and waits for, in program order. Calls may come from any thread (a
+/// worker that drops the last reference to memory submits too); implementations lock.
+class StreamObserver {
+ public:
+  virtual ~StreamObserver() = default;
+  virtual void on_task(const Stream& stream, const char* name, const Cost& cost) = 0;
+  virtual void on_record(const Stream& stream, const Event& event) = 0;
+  virtual void on_wait(const Stream& stream, const Event& event) = 0;
+  /// The host has waited: whatever is submitted from now on, to any stream, comes after.
+  virtual void on_host_wait(const Stream& stream) = 0;
+  virtual void on_host_wait(const Event& event) = 0;
+};
+
 /// An event of a device; the last owner may be any thread.
 class EventImpl {
  public:
   virtual ~EventImpl() = default;
   virtual bool is_done() const = 0;
   virtual void synchronize() const = 0;  // rethrows what poisoned the stream before the event
+
+  std::shared_ptr<StreamObserver> observer;  // of the stream that recorded it
 };
 
 /// A point in a stream. A value; default constructed it is already complete.
@@ -40,7 +58,9 @@ class Event {
   bool is_done() const { return impl_ == nullptr || impl_->is_done(); }
   /// Blocks the host; rethrows an exception of the stream.
   void synchronize() const {
-    if (impl_ != nullptr) impl_->synchronize();
+    if (impl_ == nullptr) return;
+    impl_->synchronize();
+    if (impl_->observer != nullptr) impl_->observer->on_host_wait(*this);
   }
   EventImpl* impl() const { return impl_.get(); }
   const std::shared_ptr<EventImpl>& shared_impl() const { return impl_; }
@@ -49,22 +69,12 @@ class Event {
   std::shared_ptr<EventImpl> impl_;
 };
 
-class Stream;
-
-/// Sees what the host submits, in submission order, on the submitting thread.
-class StreamObserver {
- public:
-  virtual ~StreamObserver() = default;
-  virtual void on_task(const Stream& stream, const char* name, const Cost& cost) = 0;
-  virtual void on_record(const Stream& stream, const Event& event) = 0;
-  virtual void on_wait(const Stream& stream, const Event& event) = 0;
-};
-
 class StreamImpl {
  public:
   StreamImpl(Device device, std::string name);
   virtual ~StreamImpl() = default;
   virtual void submit(const char* name, Task task) = 0;
+  virtual void fill_bytes(const char* name, void* data, unsigned char value, size_t nbytes) = 0;
   virtual Event record() = 0;
   virtual void wait(const Event& event) = 0;
   virtual void synchronize() = 0;
@@ -73,8 +83,8 @@ class StreamImpl {
 
   const Device device;
   const std::string name;
-  const int id;                        // unique in the process, counted from 0
-  StreamObserver* observer = nullptr;  // set before the first task, outlives the stream
+  const int id;                              // unique in the process, counted from 0
+  std::shared_ptr<StreamObserver> observer;  // set before the first task
 };
 
 /// A FIFO queue of work on one device. A value that refers to a queue; the last reference drains
@@ -97,9 +107,17 @@ class Stream {
     if (impl_->observer != nullptr) impl_->observer->on_task(*this, name, cost);
   }
   bool is_observed() const { return impl_->observer != nullptr; }
+  /// Sets `nbytes` bytes to `value` as a task of its own.
+  void fill_bytes(const char* name, void* data, unsigned char value, size_t nbytes) const {
+    declare(name, Cost().write(data, static_cast<int64_t>(nbytes)));
+    impl_->fill_bytes(name, data, value, nbytes);
+  }
   Event record() const {
     Event event = impl_->record();
-    if (impl_->observer != nullptr) impl_->observer->on_record(*this, event);
+    if (impl_->observer != nullptr) {
+      event.impl()->observer = impl_->observer;
+      impl_->observer->on_record(*this, event);
+    }
     return event;
   }
   void wait(const Event& event) const {
@@ -108,9 +126,15 @@ class Stream {
     impl_->wait(event);
   }
   /// Blocks the host until all tasks have run; rethrows what poisoned the stream.
-  void synchronize() const { impl_->synchronize(); }
+  void synchronize() const {
+    impl_->synchronize();
+    if (impl_->observer != nullptr) impl_->observer->on_host_wait(*this);
+  }
   /// Blocks the host until all tasks have run or been skipped; for destructors.
-  void drain() const noexcept { impl_->drain(); }
+  void drain() const noexcept {
+    impl_->drain();
+    if (impl_->observer != nullptr) impl_->observer->on_host_wait(*this);
+  }
 
   friend bool operator==(const Stream& a, const Stream& b) { return a.impl_ == b.impl_; }
   StreamImpl* impl() const { return impl_.get(); }
@@ -122,8 +146,8 @@ class Stream {
 struct StreamOptions {
   int num_threads = 1;  ///< CPU: OpenMP threads of the worker; only the compute stream has more
   int spin_us = 0;      ///< CPU: how long an idle worker spins before it sleeps, microseconds
-  bool high_priority = false;          ///< CUDA: stream priority
-  StreamObserver* observer = nullptr;  ///< outlives the stream
+  bool high_priority = false;  ///< CUDA: stream priority
+  std::shared_ptr<StreamObserver> observer = nullptr;
 };
 
 /// A new stream on `device`. UnimplementedError if the build lacks the device.

@@ -15,7 +15,8 @@ class Task {
   template <class F, class = std::enable_if_t<!std::is_same_v<std::decay_t<F>, Task>>>
   Task(F&& f) {  // NOLINT: implicit, as std::function
     using Fn = std::decay_t<F>;
-    if constexpr (sizeof(Fn) <= kInlineBytes && std::is_nothrow_move_constructible_v<Fn>) {
+    if constexpr (sizeof(Fn) <= kInlineBytes && alignof(Fn) <= alignof(std::max_align_t) &&
+                  std::is_nothrow_move_constructible_v<Fn>) {
       ::new (static_cast<void*>(storage_)) Fn(std::forward<F>(f));
       ops_ = &kInlineOps<Fn>;
     } else {

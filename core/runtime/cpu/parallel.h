@@ -11,9 +11,18 @@
 
 namespace tessera::cpu {
 
-/// OpenMP threads that a kernel on the calling thread may use.
+namespace detail {
+inline thread_local int num_threads_of_this_thread = 1;
+}
+
+/// OpenMP threads that a kernel on the calling thread may use: those of a stream's worker, else 1.
 inline int num_threads() {
-  return omp_get_max_threads();
+  return detail::num_threads_of_this_thread;
+}
+/// For workers, when they start.
+inline void set_num_threads(int num_threads) {
+  detail::num_threads_of_this_thread = num_threads;
+  omp_set_num_threads(num_threads);
 }
 
 /// Calls f(begin, end) over [0, count), split evenly over the threads in pieces of at least `grain`
