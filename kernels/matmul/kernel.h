@@ -1,0 +1,56 @@
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "core/dtype.h"
+#include "core/runtime/dispatch.h"
+#include "kernels/elementwise/kernel.h"
+
+namespace tessera::kernels {
+
+/// Row-major general matrix product, for each of `num_batches` matrices:
+///   s = op(a) op(b) + bias + residual (+ c, with `accumulate`),   c = activation(s)
+/// op(a) is [m, k]: a is stored [m, k], or [k, m] with `trans_a`; op(b) is [k, n]: b is stored
+/// [k, n], or [n, k] with `trans_b`. Sums in f32 (f64 for f64), one rounding when s is stored; the
+/// activation is of the rounded s. a and b share a dtype; c has the same, or f32 beside bf16 and
+/// f16 operands. The bits do not depend on the number of threads, and with `trans_b` and without
+/// `trans_a` (a linear layer) those of a row do not depend on the other rows. k = 0 is a sum of 0.
+struct Matmul {
+  void* c;
+  const void* a;
+  const void* b;
+  DType dtype;    ///< of a and b
+  DType c_dtype;  ///< of c, pre_activation and residual
+  bool trans_a = false, trans_b = false;
+  bool accumulate = false;  ///< c += ...; not beside a residual or an activation
+  bool activate = false;    ///< with `activation`; c is contiguous then
+  Activation activation = Activation::kGeluTanh;
+  DType bias_dtype = kF32;  ///< dtype or f32
+  int64_t m, n, k;
+  int64_t lda, ldb, ldc;  ///< elements between stored rows
+  int64_t num_batches = 1;
+  int64_t batch_stride_a = 0, batch_stride_b = 0, batch_stride_c = 0;  ///< elements
+  const void* bias = nullptr;                                          ///< [n] or absent
+  const void* residual = nullptr;  ///< [m, n] or absent; may be c; one batch only
+  int64_t ld_residual = 0;
+  void* pre_activation = nullptr;  ///< s, [m, n] contiguous, or absent; one batch only
+  Cost cost() const;
+};
+TESSERA_DECLARE_KERNEL(matmul, Matmul);
+
+/// db[n] = sum over the rows of dy [rows, n], or db += with `accumulate`: runs of rows are added in
+/// f32 (f64 for f64), then the runs in order. `partials` holds num_chunks(rows) x n such sums.
+struct BiasGrad {
+  void* db;
+  void* partials;
+  const void* dy;
+  DType db_dtype, dtype;  ///< dtype is that of dy
+  int64_t rows, n, ld_dy;
+  bool accumulate = false;
+  static int64_t num_chunks(int64_t rows) { return std::clamp<int64_t>((rows + 31) / 32, 1, 32); }
+  Cost cost() const;
+};
+TESSERA_DECLARE_KERNEL(bias_grad, BiasGrad);
+
+}  // namespace tessera::kernels
