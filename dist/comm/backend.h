@@ -1,0 +1,47 @@
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "dist/comm/transport.h"
+#include "dist/comm/watchdog.h"
+
+namespace tessera::dist {
+
+/// Where a rank stands among the others.
+struct WorldPlace {
+  int rank = 0, world_size = 1;
+  int local_rank = 0, local_size = 1;
+  int num_sharing = 1;       ///< ranks on the node, this one too, that may use its processors
+  int default_threads = 0;   ///< 0 = allowed processors / num_sharing
+  bool is_launched = false;  ///< by mpirun, which binds ranks to processors by default
+};
+
+/// What a World is made of: transports, the watchdog, and how all ranks end.
+class WorldBackend {
+ public:
+  virtual ~WorldBackend() = default;
+
+  const WorldPlace& place() const { return place_; }
+  const std::shared_ptr<Watchdog>& watchdog() const { return watchdog_; }
+  /// For the control communicator, made once by World; the base of all others.
+  const std::shared_ptr<HostTransport>& base() const { return base_; }
+  virtual void abort(int status, const std::string& reason) noexcept = 0;
+  /// Called by World's destructor, after its control communicator is gone; not when an exception
+  /// destroys the World.
+  virtual void finalize() {}
+
+ protected:
+  WorldPlace place_;
+  std::shared_ptr<Watchdog> watchdog_;
+  std::shared_ptr<HostTransport> base_;
+};
+
+/// One rank alone, without MPI.
+std::unique_ptr<WorldBackend> make_solo_backend();
+#if TESSERA_MPI
+/// Initializes MPI.
+std::unique_ptr<WorldBackend> make_mpi_backend(int argc, char** argv);
+#endif
+
+}  // namespace tessera::dist

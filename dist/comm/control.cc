@@ -1,0 +1,146 @@
+#include "dist/comm/control.h"
+
+#include <algorithm>
+#include <exception>
+#include <optional>
+#include <utility>
+
+#include "dist/comm/transport.h"
+#include "dist/comm/watchdog.h"
+
+namespace tessera::dist {
+
+namespace {
+
+[[noreturn]] void throw_with_status(int status, const std::string& message) {
+  switch (status) {
+    case 2:
+      throw ConfigError(message);
+    case 3:
+      throw InputError(message);
+    case 4:
+      throw CheckpointError(message);
+    case 5:
+      throw NumericsError(message);
+    case 6:
+      throw CommError(message);
+    case 7:
+      throw IoError(message);
+    default:
+      throw Error(message);
+  }
+}
+
+}  // namespace
+
+Control::Control(std::shared_ptr<HostTransport> transport, std::shared_ptr<CollectiveLog> log)
+    : transport_(std::move(transport)), log_(std::move(log)) {}
+
+int Control::rank() const {
+  return transport_->rank();
+}
+int Control::world_size() const {
+  return transport_->world_size();
+}
+
+void Control::barrier() {
+  std::vector<uint8_t> all(static_cast<size_t>(world_size()));
+  const CollectiveScope scope(*log_, "barrier", {}, 1);
+  transport_->all_gather(all.data(), &all[static_cast<size_t>(rank())], 1);
+}
+
+void Control::all_gather(void* all, const void* mine, int64_t nbytes) {
+  const CollectiveScope scope(*log_, "control all_gather", {}, nbytes);
+  transport_->all_gather(all, mine, nbytes);
+}
+
+std::vector<std::string> Control::all_gather(const std::string& mine) {
+  const size_t num_ranks = static_cast<size_t>(world_size());
+  const int64_t length = static_cast<int64_t>(mine.size());
+  std::vector<int64_t> lengths(num_ranks);
+  all_gather(lengths.data(), &length, sizeof(length));
+  const size_t longest = static_cast<size_t>(*std::max_element(lengths.begin(), lengths.end()));
+  std::string padded = mine, all(longest * num_ranks, '\0');
+  padded.resize(longest);
+  all_gather(all.data(), padded.data(), static_cast<int64_t>(longest));
+  std::vector<std::string> texts;
+  for (size_t r = 0; r < num_ranks; ++r) {
+    texts.push_back(all.substr(r * longest, static_cast<size_t>(lengths[r])));
+  }
+  return texts;
+}
+
+void Control::broadcast(void* data, int64_t nbytes, int root) {
+  TESSERA_CHECK(root >= 0 && root < world_size(), "broadcast: root {} is not in [0, {})", root,
+                world_size());
+  const CollectiveScope scope(*log_, "control broadcast", {}, nbytes);
+  transport_->broadcast(data, nbytes, root);
+}
+
+std::string Control::broadcast(const std::string& text, int root) {
+  int64_t length = static_cast<int64_t>(text.size());
+  broadcast(&length, sizeof(length), root);
+  std::string result = rank() == root ? text : std::string(static_cast<size_t>(length), '\0');
+  broadcast(result.data(), length, root);
+  return result;
+}
+
+bool Control::all_agree(bool mine) {
+  return min(mine ? 1 : 0) == 1;
+}
+
+int64_t Control::max(int64_t mine) {
+  std::vector<int64_t> all(static_cast<size_t>(world_size()));
+  all_gather(all.data(), &mine, sizeof(mine));
+  return *std::max_element(all.begin(), all.end());
+}
+
+int64_t Control::min(int64_t mine) {
+  std::vector<int64_t> all(static_cast<size_t>(world_size()));
+  all_gather(all.data(), &mine, sizeof(mine));
+  return *std::min_element(all.begin(), all.end());
+}
+
+int64_t Control::sum(int64_t mine) {
+  std::vector<int64_t> all(static_cast<size_t>(world_size()));
+  all_gather(all.data(), &mine, sizeof(mine));
+  int64_t total = 0;
+  for (const int64_t x : all) total += x;
+  return total;
+}
+
+double Control::sum(double mine) {
+  std::vector<double> all(static_cast<size_t>(world_size()));
+  all_gather(all.data(), &mine, sizeof(mine));
+  double total = 0;
+  for (const double x : all) total += x;
+  return total;
+}
+
+void Control::verdict(const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const Error& error) {
+    verdict(&error);  // throws here too
+  }
+  verdict(nullptr);
+}
+
+void Control::verdict(const Error* mine) {
+  const size_t num_ranks = static_cast<size_t>(world_size());
+  const int32_t status = mine != nullptr ? std::max(mine->exit_status(), 1) : 0;
+  std::vector<int32_t> statuses(num_ranks);
+  all_gather(statuses.data(), &status, sizeof(status));
+  const auto failed = std::find_if(statuses.begin(), statuses.end(), [](int s) { return s != 0; });
+  if (failed == statuses.end()) return;
+  const int root = static_cast<int>(failed - statuses.begin());
+  verdict_message_ = broadcast(root == rank() ? mine->what() : std::string(), root);
+  verdict_rank_ = root;
+  throw_with_status(*failed, verdict_message_);
+}
+
+int Control::verdict_rank(const Error& error) const {
+  return verdict_rank_ >= 0 && verdict_message_ == error.what() ? verdict_rank_ : -1;
+}
+
+}  // namespace tessera::dist

@@ -1,0 +1,59 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/check.h"
+
+// Small blocking exchanges between the hosts of all ranks, on a communicator of their own: host
+// decisions (stop, save), signatures, verdicts. All ranks make the same calls in the same order
+// from one thread each. Waiting ranks sleep. Each call is under the watchdog's timeout.
+
+namespace tessera::dist {
+
+class HostTransport;
+class CollectiveLog;
+
+class Control {
+ public:
+  Control(std::shared_ptr<HostTransport> transport, std::shared_ptr<CollectiveLog> log);
+
+  int rank() const;
+  int world_size() const;
+
+  void barrier();
+  /// all = `nbytes` of every rank in rank order (world_size * nbytes).
+  void all_gather(void* all, const void* mine, int64_t nbytes);
+  /// Texts of any length, in rank order.
+  std::vector<std::string> all_gather(const std::string& mine);
+  void broadcast(void* data, int64_t nbytes, int root);
+  std::string broadcast(const std::string& text, int root);
+  /// True on every rank if it is on every rank.
+  bool all_agree(bool mine);
+  int64_t max(int64_t mine);
+  int64_t min(int64_t mine);
+  int64_t sum(int64_t mine);
+  /// Added in rank order: the same bits on all ranks.
+  double sum(double mine);
+
+  /// Makes what one rank alone sees a decision of all: runs `body`; if it throws an Error on any
+  /// rank, every rank throws an error with the message and exit status of the lowest such rank.
+  /// Other exceptions pass through on their rank alone.
+  void verdict(const std::function<void()>& body);
+  /// The same for an error that was caught before (null: this rank has none).
+  void verdict(const Error* mine);
+  /// The rank whose message `error` is if it came from a verdict, else -1: all ranks have thrown
+  /// it, so one of them reports it and all may end in good order.
+  int verdict_rank(const Error& error) const;
+
+ private:
+  std::shared_ptr<HostTransport> transport_;
+  std::shared_ptr<CollectiveLog> log_;
+  std::string verdict_message_;
+  int verdict_rank_ = -1;
+};
+
+}  // namespace tessera::dist

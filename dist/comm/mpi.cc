@@ -1,0 +1,411 @@
+#define OMPI_SKIP_MPICXX 1
+#include <mpi.h>
+#include <sched.h>
+#include <sys/prctl.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "core/log.h"
+#include "dist/comm/backend.h"
+#include "dist/comm/control.h"
+#include "dist/comm/world.h"
+
+// [Note: Collectives over MPI]
+// Messages between pairs of ranks as raw bytes (MPI has no bf16) and sums of our own
+// ([Note: Tree over ranks]): the same bits as thread ranks. Each communicator has an MPI
+// communicator of its own, on which messages of successive collectives match in order. MPI waits by
+// spinning; a rank's processors are needed by its compute stream, so we poll: a short spin for
+// small messages, then sleeps that grow with the time already waited, which bounds both the
+// processor time of a waiting rank and the delay relative to the wait.
+
+namespace tessera::dist {
+
+namespace {
+
+[[noreturn]] void fail_mpi(int code, const char* call) {
+  char text[MPI_MAX_ERROR_STRING];
+  int length = 0;
+  MPI_Error_string(code, text, &length);
+  throw CommError(fmt::format("{}: {}", call, std::string_view(text, static_cast<size_t>(length))));
+}
+
+#define TESSERA_MPI_CHECK(call)                               \
+  do {                                                        \
+    const int mpi_code_ = (call);                             \
+    if (mpi_code_ != MPI_SUCCESS) fail_mpi(mpi_code_, #call); \
+  } while (0)
+
+constexpr int64_t kMaxMessage = int64_t{1} << 30;  // bytes; an MPI count is an int
+// All-reduces of up to this many bytes over all ranks send everything to everybody: one hop.
+constexpr int64_t kOneHopBytes = 64 * 1024;
+
+// What the communicators of the process share.
+class MpiDomain {
+ public:
+  bool is_aborted() const { return is_aborted_.load(std::memory_order_relaxed); }
+  std::string reason() const {
+    const std::lock_guard lock(mutex_);
+    return reason_;
+  }
+  void abort(const std::string& reason) noexcept {
+    const std::lock_guard lock(mutex_);
+    if (is_aborted_) return;
+    reason_ = reason;
+    is_aborted_ = true;
+  }
+  // Freed together at the end, since freeing is collective and a Comm may die on any thread.
+  void add(MPI_Comm comm) {
+    const std::lock_guard lock(mutex_);
+    comms_.push_back(comm);
+  }
+  void free_comms() {
+    const std::lock_guard lock(mutex_);
+    for (MPI_Comm& comm : comms_) MPI_Comm_free(&comm);
+    comms_.clear();
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::atomic<bool> is_aborted_{false};
+  std::string reason_;
+  std::vector<MPI_Comm> comms_;
+};
+
+// Decides between spinning, yielding and sleeping while something does not happen.
+class Backoff {
+ public:
+  Backoff() : begin_(Clock::now()) {
+    // The kernel may add its timer slack (50 us by default) to each sleep.
+    static thread_local const int slack = prctl(PR_SET_TIMERSLACK, 1000UL, 0UL, 0UL, 0UL);
+    (void)slack;
+  }
+  void pause() {
+    const auto waited = Clock::now() - begin_;
+    if (waited < std::chrono::microseconds(20)) {
+      sched_yield();
+      return;
+    }
+    const auto sleep = std::clamp<Clock::duration>(waited / 8, std::chrono::microseconds(10),
+                                                   std::chrono::microseconds(200));
+    std::this_thread::sleep_for(sleep);
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  const Clock::time_point begin_;
+};
+
+class MpiTransport final : public HostTransport {
+ public:
+  MpiTransport(MPI_Comm comm, int rank, int world_size, std::shared_ptr<MpiDomain> domain)
+      : HostTransport(rank, world_size),
+        comm_(comm),
+        domain_(std::move(domain)),
+        sources_(static_cast<size_t>(world_size)) {
+    MPI_Comm_set_errhandler(comm_, MPI_ERRORS_RETURN);
+    domain_->add(comm_);
+  }
+
+  void all_gather(void* full, const void* shard, int64_t shard_nbytes) override {
+    std::byte* const out = static_cast<std::byte*>(full);
+    exchange(
+        [&](int r) {
+          return Piece{out + r * shard_nbytes, shard_nbytes};
+        },
+        [&](int) {
+          return ConstPiece{shard, shard_nbytes};
+        });
+    std::byte* const own = out + rank() * shard_nbytes;
+    if (own != shard && shard_nbytes > 0) {
+      std::memcpy(own, shard, static_cast<size_t>(shard_nbytes));
+    }
+    wait_all();
+  }
+
+  void reduce_scatter(const ReduceScatterCall& call) override {
+    const int64_t nbytes = call.shard_numel * static_cast<int64_t>(size_of(call.wire));
+    const std::byte* const full = static_cast<const std::byte*>(call.full);
+    exchange([&](int r) { return staged(call.staging, r, nbytes); },
+             [&](int r) {
+               return ConstPiece{full + r * nbytes, nbytes};
+             });
+    wait_all();
+    reduce({.dst = call.shard,
+            .sources = sources_.data(),
+            .num_sources = world_size(),
+            .numel = call.shard_numel,
+            .src_dtype = call.wire,
+            .dst_dtype = call.out,
+            .accumulate = call.accumulate},
+           full + rank() * nbytes, call.staging, nbytes);
+  }
+
+  void all_reduce(const AllReduceCall& call) override {
+    const int64_t item = static_cast<int64_t>(size_of(call.dtype));
+    std::byte* const data = static_cast<std::byte*>(call.data);
+    TreeReduce args{.dst = data,
+                    .sources = sources_.data(),
+                    .num_sources = world_size(),
+                    .numel = call.numel,
+                    .src_dtype = call.dtype,
+                    .dst_dtype = call.dtype,
+                    .reduction = call.reduction};
+    if (is_one_hop(call.numel * item)) {
+      const int64_t nbytes = call.numel * item;
+      exchange([&](int r) { return staged(call.staging, r, nbytes); },
+               [&](int) {
+                 return ConstPiece{data, nbytes};
+               });
+      wait_all();
+      reduce(args, data, call.staging, nbytes);
+      return;
+    }
+    const int64_t chunk = chunk_numel(call.numel);
+    const auto begin_of = [&](int r) { return std::min(r * chunk, call.numel) * item; };
+    const auto nbytes_of = [&](int r) { return begin_of(r + 1) - begin_of(r); };
+    exchange(
+        [&](int r) {
+          return Piece{staged(call.staging, r, chunk * item).data, nbytes_of(rank())};
+        },
+        [&](int r) {
+          return ConstPiece{data + begin_of(r), nbytes_of(r)};
+        });
+    wait_all();
+    args.dst = data + begin_of(rank());
+    args.numel = nbytes_of(rank()) / item;
+    reduce(args, args.dst, call.staging, chunk * item);
+    exchange(
+        [&](int r) {
+          return Piece{data + begin_of(r), nbytes_of(r)};
+        },
+        [&](int) {
+          return ConstPiece{data + begin_of(rank()), nbytes_of(rank())};
+        });
+    wait_all();
+  }
+
+  // A binomial tree: after each round twice as many ranks have the bytes.
+  void broadcast(void* data, int64_t nbytes, int root) override {
+    const int place = (rank() - root + world_size()) % world_size();
+    const auto rank_of = [&](int p) { return (p + root) % world_size(); };
+    int reach = 1;  // the lowest set bit of place, or the first power of two beyond the world
+    while (reach < world_size() && (place & reach) == 0) reach *= 2;
+    if (place != 0) {
+      receive({data, nbytes}, rank_of(place - reach));
+      wait_all();
+    }
+    for (int step = reach / 2; step >= 1; step /= 2) {
+      if (place + step < world_size()) send({data, nbytes}, rank_of(place + step));
+    }
+    wait_all();
+  }
+
+  int64_t reduce_scatter_staging_nbytes(int64_t shard_numel, DType wire) const override {
+    return (world_size() - 1) * shard_numel * static_cast<int64_t>(size_of(wire));
+  }
+
+  int64_t all_reduce_staging_nbytes(int64_t numel, DType dtype) const override {
+    const int64_t item = static_cast<int64_t>(size_of(dtype));
+    const int64_t staged_numel = is_one_hop(numel * item) ? numel : chunk_numel(numel);
+    return (world_size() - 1) * staged_numel * item;
+  }
+
+  std::shared_ptr<HostTransport> split(int color, int key) override {
+    // Asleep until all have come; then the collective itself, which spins, is short.
+    MPI_Request request;
+    TESSERA_MPI_CHECK(MPI_Ibarrier(comm_, &request));
+    requests_.assign(1, request);
+    expected_.assign(1, kNotReceived);
+    wait_all();
+    MPI_Comm comm;
+    TESSERA_MPI_CHECK(MPI_Comm_split(comm_, color, key, &comm));
+    int rank = 0, world_size = 0;
+    TESSERA_MPI_CHECK(MPI_Comm_rank(comm, &rank));
+    TESSERA_MPI_CHECK(MPI_Comm_size(comm, &world_size));
+    return std::make_shared<MpiTransport>(comm, rank, world_size, domain_);
+  }
+
+  void abort(const std::string& reason) noexcept override { domain_->abort(reason); }
+
+ private:
+  static constexpr int64_t kNotReceived = -1;
+  struct Piece {
+    void* data;
+    int64_t nbytes;
+  };
+  struct ConstPiece {
+    const void* data;
+    int64_t nbytes;
+  };
+
+  int64_t chunk_numel(int64_t numel) const { return (numel + world_size() - 1) / world_size(); }
+  bool is_one_hop(int64_t nbytes) const { return nbytes * world_size() <= kOneHopBytes; }
+
+  // Where the bytes of rank r lie in the staging buffer, which has no place for the own ones.
+  Piece staged(void* staging, int r, int64_t nbytes) const {
+    return {static_cast<std::byte*>(staging) + (r < rank() ? r : r - 1) * nbytes, nbytes};
+  }
+
+  void reduce(const TreeReduce& args, const void* own, void* staging, int64_t staged_nbytes) {
+    for (int r = 0; r < world_size(); ++r) {
+      sources_[static_cast<size_t>(r)] = r == rank() ? own : staged(staging, r, staged_nbytes).data;
+    }
+    tree_reduce(args);
+  }
+
+  // Starts receiving from, and sending to, every other rank.
+  template <class In, class Out>
+  void exchange(const In& in, const Out& out) {
+    for (int i = 1; i < world_size(); ++i) {
+      const int from = (rank() - i + world_size()) % world_size();
+      receive(in(from), from);
+    }
+    for (int i = 1; i < world_size(); ++i) {
+      const int to = (rank() + i) % world_size();
+      send(out(to), to);
+    }
+  }
+
+  void receive(Piece piece, int from) {
+    for (int64_t done = 0; done < piece.nbytes; done += kMaxMessage) {
+      const int64_t nbytes = std::min(kMaxMessage, piece.nbytes - done);
+      MPI_Request request;
+      TESSERA_MPI_CHECK(MPI_Irecv(static_cast<std::byte*>(piece.data) + done,
+                                  static_cast<int>(nbytes), MPI_BYTE, from, 0, comm_, &request));
+      requests_.push_back(request);
+      expected_.push_back(nbytes);
+    }
+  }
+
+  void send(ConstPiece piece, int to) {
+    for (int64_t done = 0; done < piece.nbytes; done += kMaxMessage) {
+      const int64_t nbytes = std::min(kMaxMessage, piece.nbytes - done);
+      MPI_Request request;
+      TESSERA_MPI_CHECK(MPI_Isend(static_cast<const std::byte*>(piece.data) + done,
+                                  static_cast<int>(nbytes), MPI_BYTE, to, 0, comm_, &request));
+      requests_.push_back(request);
+      expected_.push_back(kNotReceived);
+    }
+  }
+
+  // Waits for everything that was started. CommError if the World is aborted meanwhile (the
+  // process is about to end, so what is still in flight is left alone) or if sizes differ.
+  void wait_all() {
+    const int count = static_cast<int>(requests_.size());
+    statuses_.resize(requests_.size());
+    Backoff backoff;
+    for (;;) {
+      int is_done = 0;
+      const int code = MPI_Testall(count, requests_.data(), &is_done, statuses_.data());
+      if (code != MPI_SUCCESS) fail_exchange(code);
+      if (is_done != 0) break;
+      if (domain_->is_aborted()) throw CommError(domain_->reason());
+      backoff.pause();
+    }
+    for (size_t i = 0; i < requests_.size(); ++i) {
+      if (expected_[i] == kNotReceived) continue;
+      int nbytes = 0;
+      MPI_Get_count(&statuses_[i], MPI_BYTE, &nbytes);
+      if (nbytes != expected_[i]) {
+        throw CommError(fmt::format("the ranks disagree: expected {} bytes from rank {}, got {}",
+                                    expected_[i], statuses_[i].MPI_SOURCE, nbytes));
+      }
+    }
+    requests_.clear();
+    expected_.clear();
+  }
+
+  [[noreturn]] void fail_exchange(int code) {
+    if (code == MPI_ERR_IN_STATUS) {
+      for (size_t i = 0; i < statuses_.size(); ++i) {
+        int error_class = MPI_SUCCESS;
+        MPI_Error_class(statuses_[i].MPI_ERROR, &error_class);
+        if (error_class != MPI_ERR_TRUNCATE) continue;
+        throw CommError(fmt::format("the ranks disagree: expected {} bytes from rank {}, got more",
+                                    expected_[i], statuses_[i].MPI_SOURCE));
+      }
+    }
+    fail_mpi(code, "MPI_Testall");
+  }
+
+  const MPI_Comm comm_;
+  const std::shared_ptr<MpiDomain> domain_;
+  std::vector<MPI_Request> requests_;
+  std::vector<int64_t> expected_;  // bytes to receive, or kNotReceived
+  std::vector<MPI_Status> statuses_;
+  std::vector<const void*> sources_;
+};
+
+class MpiBackend final : public WorldBackend {
+ public:
+  MpiBackend(int argc, char** argv) : domain_(std::make_shared<MpiDomain>()) {
+    int provided = 0;
+    TESSERA_MPI_CHECK(MPI_Init_thread(&argc, &argv, MPI_THREAD_MULTIPLE, &provided));
+    TESSERA_CHECK_AS(CommError, provided == MPI_THREAD_MULTIPLE,
+                     "World: MPI must provide MPI_THREAD_MULTIPLE, got level {}", provided);
+    MPI_Comm comm;
+    TESSERA_MPI_CHECK(MPI_Comm_dup(MPI_COMM_WORLD, &comm));
+    TESSERA_MPI_CHECK(MPI_Comm_rank(comm, &place_.rank));
+    TESSERA_MPI_CHECK(MPI_Comm_size(comm, &place_.world_size));
+    place_.is_launched = true;
+    find_place_on_node();
+    watchdog_ = std::make_shared<Watchdog>(kDefaultTimeout, [](const std::string&) {
+      // Time for the watchdogs of the other processes, which are about as late, to say their part.
+      std::this_thread::sleep_for(std::chrono::seconds(1));
+      MPI_Abort(MPI_COMM_WORLD, CommError("").exit_status());
+    });
+    base_ = std::make_shared<MpiTransport>(comm, place_.rank, place_.world_size, domain_);
+  }
+
+  void abort(int status, const std::string& reason) noexcept override {
+    domain_->abort(reason);
+    MPI_Abort(MPI_COMM_WORLD, status);
+  }
+
+  void finalize() override {
+    if (domain_->is_aborted()) return;
+    // Asleep, and under the watchdog, until all ranks are done: finalizing spins.
+    Control(base_, watchdog_->make_log(place_.rank)).barrier();
+    domain_->free_comms();
+    MPI_Finalize();
+  }
+
+ private:
+  void find_place_on_node() {
+    MPI_Comm node;
+    TESSERA_MPI_CHECK(MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, place_.rank,
+                                          MPI_INFO_NULL, &node));
+    TESSERA_MPI_CHECK(MPI_Comm_rank(node, &place_.local_rank));
+    TESSERA_MPI_CHECK(MPI_Comm_size(node, &place_.local_size));
+    cpu_set_t mine;
+    CPU_ZERO(&mine);
+    sched_getaffinity(0, sizeof(mine), &mine);
+    std::vector<cpu_set_t> all(static_cast<size_t>(place_.local_size));
+    TESSERA_MPI_CHECK(
+        MPI_Allgather(&mine, sizeof(mine), MPI_BYTE, all.data(), sizeof(mine), MPI_BYTE, node));
+    MPI_Comm_free(&node);
+    place_.num_sharing =
+        static_cast<int>(std::count_if(all.begin(), all.end(), [&mine](const cpu_set_t& theirs) {
+          cpu_set_t common;
+          CPU_AND(&common, &mine, &theirs);
+          return CPU_COUNT(&common) > 0;
+        }));
+    place_.num_sharing = std::max(1, place_.num_sharing);
+  }
+
+  const std::shared_ptr<MpiDomain> domain_;
+};
+
+}  // namespace
+
+std::unique_ptr<WorldBackend> make_mpi_backend(int argc, char** argv) {
+  return std::make_unique<MpiBackend>(argc, argv);
+}
+
+}  // namespace tessera::dist

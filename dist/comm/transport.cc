@@ -1,0 +1,118 @@
+#include "dist/comm/transport.h"
+
+#include "core/runtime/context.h"
+
+namespace tessera::dist {
+
+namespace {
+
+int64_t nbytes_of(int64_t numel, DType dtype) {
+  return numel * static_cast<int64_t>(size_of(dtype));
+}
+
+}  // namespace
+
+HostComm::HostComm(std::shared_ptr<HostTransport> transport, std::shared_ptr<Watchdog> watchdog)
+    : transport_(std::move(transport)),
+      watchdog_(std::move(watchdog)),
+      log_(watchdog_->make_log(transport_->rank())) {}
+
+template <class F>
+void HostComm::enqueue(const Stream& stream, const char* op, int64_t nbytes,
+                       const CollectiveInfo& info, const Cost& cost, F call) {
+  if (stream.device().type != DeviceType::kCpu) {
+    TESSERA_UNIMPLEMENTED("{}: this communicator moves host memory, the stream is on {}", op,
+                          stream.device());
+  }
+  stream.declare(op, cost);
+  stream.submit(op, [transport = transport_, log = log_, op, nbytes, info, call] {
+    const CollectiveScope scope(*log, op, info, nbytes);
+    call(*transport);
+  });
+}
+
+void HostComm::all_gather(const Stream& stream, void* full, const void* shard, int64_t shard_numel,
+                          DType dtype, const CollectiveInfo& info) {
+  const int64_t nbytes = nbytes_of(shard_numel, dtype);
+  enqueue(stream, "all_gather", nbytes, info,
+          Cost().read(shard, nbytes).write(full, nbytes * world_size()),
+          [=](HostTransport& t) { t.all_gather(full, shard, nbytes); });
+}
+
+void HostComm::reduce_scatter(const Stream& stream, void* shard, const void* full,
+                              int64_t shard_numel, DType wire, DType out, bool accumulate,
+                              void* staging, const CollectiveInfo& info) {
+  TESSERA_CHECK_DTYPE(is_floating(wire) && is_floating(out),
+                      "reduce_scatter: wire and out must be floating, got {} and {}", wire, out);
+  const int64_t full_nbytes = nbytes_of(shard_numel, wire) * world_size();
+  Cost cost(static_cast<double>(shard_numel) * (world_size() - 1 + (accumulate ? 1 : 0)));
+  cost.read(full, full_nbytes)
+      .write(staging, reduce_scatter_staging_nbytes(shard_numel, wire))
+      .write_or_accumulate(shard, nbytes_of(shard_numel, out), accumulate);
+  const ReduceScatterCall call{shard, full, shard_numel, wire, out, accumulate, staging};
+  enqueue(stream, "reduce_scatter", full_nbytes, info, cost,
+          [call](HostTransport& t) { t.reduce_scatter(call); });
+}
+
+int64_t HostComm::reduce_scatter_staging_nbytes(int64_t shard_numel, DType wire) const {
+  return transport_->reduce_scatter_staging_nbytes(shard_numel, wire);
+}
+
+void HostComm::all_reduce(const Stream& stream, void* data, int64_t numel, DType dtype,
+                          void* staging, const CollectiveInfo& info) {
+  TESSERA_CHECK_DTYPE(is_floating(dtype), "all_reduce: expected a floating dtype, got {}", dtype);
+  enqueue_all_reduce(stream, "all_reduce", {data, numel, dtype, Reduction::kSum, staging}, info);
+}
+
+void HostComm::all_reduce_max(const Stream& stream, void* data, int64_t numel, DType dtype,
+                              void* staging, const CollectiveInfo& info) {
+  TESSERA_CHECK_DTYPE(dtype == kF32 || dtype == kI32 || dtype == kU8,
+                      "all_reduce_max: expected f32, i32 or u8, got {}", dtype);
+  enqueue_all_reduce(stream, "all_reduce_max", {data, numel, dtype, Reduction::kMax, staging},
+                     info);
+}
+
+void HostComm::enqueue_all_reduce(const Stream& stream, const char* op, const AllReduceCall& call,
+                                  const CollectiveInfo& info) {
+  const int64_t nbytes = nbytes_of(call.numel, call.dtype);
+  Cost cost(static_cast<double>(call.numel) * (world_size() - 1));
+  cost.read(call.data, nbytes)
+      .write(call.data, nbytes)
+      .write(call.staging, all_reduce_staging_nbytes(call.numel, call.dtype));
+  enqueue(stream, op, nbytes, info, cost, [call](HostTransport& t) { t.all_reduce(call); });
+}
+
+int64_t HostComm::all_reduce_staging_nbytes(int64_t numel, DType dtype) const {
+  return transport_->all_reduce_staging_nbytes(numel, dtype);
+}
+
+void HostComm::broadcast(const Stream& stream, void* data, int64_t nbytes, int root,
+                         const CollectiveInfo& info) {
+  TESSERA_CHECK(root >= 0 && root < world_size(), "broadcast: root {} is not in [0, {})", root,
+                world_size());
+  const Cost cost = root == rank() ? Cost().read(data, nbytes) : Cost().write(data, nbytes);
+  enqueue(stream, "broadcast", nbytes, info, cost,
+          [=](HostTransport& t) { t.broadcast(data, nbytes, root); });
+}
+
+std::shared_ptr<Storage> HostComm::allocate(int64_t nbytes, MemoryClass memory_class) {
+  auto storage =
+      std::make_shared<Storage>(static_cast<size_t>(nbytes), Context::current()->device());
+  if (nbytes > 0) storage->materialize(memory_class);
+  return storage;
+}
+
+std::unique_ptr<Comm> HostComm::split(int color, int key) {
+  TESSERA_CHECK(color >= 0, "split: expected a color that is not negative, got {}", color);
+  return std::make_unique<HostComm>(transport_->split(color, key), watchdog_);
+}
+
+std::unique_ptr<Comm> HostComm::duplicate() {
+  return split(0, rank());
+}
+
+void HostComm::abort(const std::string& reason) noexcept {
+  transport_->abort(reason);
+}
+
+}  // namespace tessera::dist

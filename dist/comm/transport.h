@@ -1,0 +1,96 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "dist/comm/comm.h"
+#include "dist/comm/sum.h"
+#include "dist/comm/watchdog.h"
+
+// How host memory moves between ranks: blocking calls, made by a stream's worker (HostComm) or by
+// the host itself (Control). One implementation for thread ranks (local.cc), one for MPI (mpi.cc).
+
+namespace tessera::dist {
+
+struct ReduceScatterCall {
+  void* shard;
+  const void* full;
+  int64_t shard_numel;
+  DType wire, out;
+  bool accumulate;
+  void* staging;
+};
+
+struct AllReduceCall {
+  void* data;
+  int64_t numel;
+  DType dtype;
+  Reduction reduction;
+  void* staging;
+};
+
+/// One group of ranks. A blocking call waits for the others asleep; it throws CommError once the
+/// World is aborted or when the ranks disagree about the call.
+class HostTransport {
+ public:
+  HostTransport(int rank, int world_size) : rank_(rank), world_size_(world_size) {}
+  virtual ~HostTransport() = default;
+  HostTransport(const HostTransport&) = delete;
+  HostTransport& operator=(const HostTransport&) = delete;
+
+  int rank() const { return rank_; }
+  int world_size() const { return world_size_; }
+
+  virtual void all_gather(void* full, const void* shard, int64_t shard_nbytes) = 0;
+  virtual void reduce_scatter(const ReduceScatterCall& call) = 0;
+  virtual void all_reduce(const AllReduceCall& call) = 0;
+  virtual void broadcast(void* data, int64_t nbytes, int root) = 0;
+  virtual int64_t reduce_scatter_staging_nbytes(int64_t shard_numel, DType wire) const = 0;
+  virtual int64_t all_reduce_staging_nbytes(int64_t numel, DType dtype) const = 0;
+
+  virtual std::shared_ptr<HostTransport> split(int color, int key) = 0;
+  virtual void abort(const std::string& reason) noexcept = 0;
+
+ private:
+  const int rank_, world_size_;
+};
+
+/// A Comm whose calls are tasks on a CPU stream that block its worker.
+class HostComm final : public Comm {
+ public:
+  HostComm(std::shared_ptr<HostTransport> transport, std::shared_ptr<Watchdog> watchdog);
+
+  int rank() const override { return transport_->rank(); }
+  int world_size() const override { return transport_->world_size(); }
+  void all_gather(const Stream& stream, void* full, const void* shard, int64_t shard_numel,
+                  DType dtype, const CollectiveInfo& info) override;
+  void reduce_scatter(const Stream& stream, void* shard, const void* full, int64_t shard_numel,
+                      DType wire, DType out, bool accumulate, void* staging,
+                      const CollectiveInfo& info) override;
+  int64_t reduce_scatter_staging_nbytes(int64_t shard_numel, DType wire) const override;
+  void all_reduce(const Stream& stream, void* data, int64_t numel, DType dtype, void* staging,
+                  const CollectiveInfo& info) override;
+  void all_reduce_max(const Stream& stream, void* data, int64_t numel, DType dtype, void* staging,
+                      const CollectiveInfo& info) override;
+  int64_t all_reduce_staging_nbytes(int64_t numel, DType dtype) const override;
+  void broadcast(const Stream& stream, void* data, int64_t nbytes, int root,
+                 const CollectiveInfo& info) override;
+  std::shared_ptr<Storage> allocate(int64_t nbytes, MemoryClass memory_class) override;
+  std::unique_ptr<Comm> split(int color, int key) override;
+  std::unique_ptr<Comm> duplicate() override;
+  void abort(const std::string& reason) noexcept override;
+
+ private:
+  template <class F>
+  void enqueue(const Stream& stream, const char* op, int64_t nbytes, const CollectiveInfo& info,
+               const Cost& cost, F call);
+  void enqueue_all_reduce(const Stream& stream, const char* op, const AllReduceCall& call,
+                          const CollectiveInfo& info);
+
+  const std::shared_ptr<HostTransport> transport_;
+  const std::shared_ptr<Watchdog> watchdog_;
+  const std::shared_ptr<CollectiveLog> log_;
+};
+
+}  // namespace tessera::dist

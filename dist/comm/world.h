@@ -1,0 +1,74 @@
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <string>
+#include <string_view>
+
+#include "core/runtime/device.h"
+#include "dist/comm/comm.h"
+#include "dist/comm/control.h"
+
+namespace tessera::dist {
+
+class WorldBackend;
+
+/// How long a collective may take unless `set_timeout` says otherwise.
+inline constexpr std::chrono::seconds kDefaultTimeout{600};
+
+/// All ranks of a run: the processes that mpirun started, or the thread ranks of `run_ranks`
+/// (local.h), or one alone. Communicators are made from it in one fixed order, the same on all
+/// ranks. A value that owns MPI: destroy communicators and streams first. Destroyed by an exception
+/// it leaves MPI as it is, since the other ranks may never finalize; the process then has to end
+/// with a non-zero status, on which the launcher ends the others (`run_main` does all of this).
+class World {
+ public:
+  /// Starts MPI if a launcher (mpirun, srun) started this process, else a world of one rank.
+  /// Errors   ConfigError if a launcher started several ranks of a build without MPI; CommError if
+  ///          MPI does not allow several threads
+  static World init(int argc, char** argv);
+
+  explicit World(std::unique_ptr<WorldBackend> backend);
+  World(World&&) noexcept;
+  ~World();
+
+  int rank() const;
+  int world_size() const;
+  int local_rank() const;  ///< among the ranks on this node
+  int local_size() const;  ///< ranks on this node
+
+  /// `device_from_name(name, local_rank())`.
+  Device device(std::string_view name) const;
+  /// Threads for this rank's compute stream: `requested`, or, if 0, the processors this rank may
+  /// use divided by the ranks on the node that may use them too (1 for thread ranks). Warns if the
+  /// affinity mask is smaller than the result or than this rank's share of the machine, as
+  /// `mpirun` without `--bind-to none` causes.
+  int num_threads(int requested = 0) const;
+
+  /// A communicator of all ranks. Collective.
+  std::unique_ptr<Comm> make_comm();
+  Control& control();
+
+  /// How long a collective may take before the watchdog ends all ranks with status 6; 0 = for
+  /// ever.
+  void set_timeout(std::chrono::milliseconds timeout);
+  /// Logs each collective as it starts (`--debug.dist`).
+  void set_verbose(bool verbose);
+
+  /// Ends all ranks: MPI_Abort(status), which does not return; for thread ranks and a world of one
+  /// all communicators end with CommError and the caller goes on to end itself.
+  void abort(int status, const std::string& reason) noexcept;
+
+ private:
+  std::unique_ptr<WorldBackend> backend_;
+  std::unique_ptr<Control> control_;
+  int num_exceptions_;  // in flight when it was made: one more means that it dies of one
+};
+
+/// The `main` of a program: World::init, then `body`. An Error (or any exception) is logged with
+/// the rank, and all ranks end with its exit status; an error of all ranks (`Control::verdict`) is
+/// logged by one of them. Returns the status for `main`.
+int run_main(int argc, char** argv, const std::function<int(World&)>& body);
+
+}  // namespace tessera::dist
