@@ -6,11 +6,12 @@
 namespace tessera {
 namespace {
 
-thread_local bool recomputing = false;
+thread_local bool checkpointing = false, recomputing = false;
 
-struct RecomputeScope {
-  RecomputeScope() : previous(std::exchange(recomputing, true)) {}
-  ~RecomputeScope() { recomputing = previous; }
+struct FlagScope {
+  explicit FlagScope(bool& f) : flag(f), previous(std::exchange(f, true)) {}
+  ~FlagScope() { flag = previous; }
+  bool& flag;
   bool previous;
 };
 
@@ -35,6 +36,7 @@ Tensor recompute(const std::function<Tensor(const std::vector<Tensor>&)>& fn,
   Tensor output;
   {
     NoGrad no_grad;
+    FlagScope scope(checkpointing);
     output = fn(inputs);
   }
   std::vector<Saved> saved;
@@ -53,7 +55,7 @@ Tensor recompute(const std::function<Tensor(const std::vector<Tensor>&)>& fn,
                             }
                             Tensor result;
                             {
-                              RecomputeScope scope;
+                              FlagScope scope(recomputing);
                               RandomScope random(start);
                               GradMode grad(true);
                               result = fn(again);

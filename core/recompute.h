@@ -14,6 +14,8 @@ namespace tessera {
 Tensor recompute(const std::function<Tensor(const std::vector<Tensor>&)>& fn,
                  const std::vector<Tensor>& inputs);
 
+/// True during the first run, whose backward is still to come although grad mode is off.
+bool is_checkpointing();
 /// True during the second run (units do not count it as a call).
 bool is_recomputing();
 

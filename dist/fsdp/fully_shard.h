@@ -1,0 +1,98 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/tensor.h"
+#include "dist/comm/world.h"
+#include "dist/fsdp/options.h"
+#include "nn/module.h"
+#include "optim/flat_shard.h"
+
+namespace tessera::dist {
+
+class Scheduler;
+
+/// Device scalars of one gradient clipping; nothing waits for them.
+struct ClippedNorm {
+  Tensor norm;       ///< f32 []: the global norm before clipping
+  Tensor factor;     ///< f32 []: what the optimizer multiplies gradients by
+  Tensor found_inf;  ///< u8 []: 1 if the norm is not finite; the optimizer then changes nothing
+};
+
+/// A model under Fully Sharded Data Parallel. Made by `fully_shard`; lives as long as the training,
+/// not longer than the model and the World. One step:
+///
+///   for (i < A) { fsdp->begin_micro_batch(i, A); backward(loss(...)); }   // gathers, reduces
+///   ClippedNorm clip = fsdp->clip_grad_norm(1.0);                         // waits on the device
+///   adamw.step(lr, clip.factor, clip.found_inf);
+///   fsdp->end_step();                                                     // next gathers see it
+///
+/// The host never waits for the device in any of them.
+class Fsdp {
+ public:
+  Fsdp(nn::Module& root, World& world, const FsdpOptions& options);
+  ~Fsdp();
+  Fsdp(const Fsdp&) = delete;
+  Fsdp& operator=(const Fsdp&) = delete;
+
+  /// Fills the master shards by (seed, full name, element): the same model under any strategy,
+  /// wrapping and world size.
+  void initialize(uint64_t seed);
+  /// What the optimizer updates: flat f32 masters and gradients of this rank's shards.
+  std::vector<optim::FlatShard>& shards();
+
+  /// Which micro-batch of the step follows; only the last one of `count` completes the reduction
+  /// where `sync_every_micro_batch` is not `true`. Without it each backward counts as the last.
+  void begin_micro_batch(int index, int count);
+
+  /// Completes the gradients (flushes what is due, zeroes what no rank touched) and takes their
+  /// global p-norm: each element once under every strategy, partial norms added in one fixed order.
+  /// p = infinity is allowed. max_norm <= 0: no clipping, the norm only.
+  ClippedNorm clip_grad_norm(double max_norm, double p = 2.0);
+  /// Call after the optimizer's step: gradients start from zero, gathers wait for the new shards,
+  /// and the ranks compare what they have issued (CommError with status 6 if it differs).
+  void end_step();
+
+  /// After evaluation or generation under NoGrad: leaves every unit sharded.
+  void end_forward();
+
+  /// Sums device scalars (f32) over all ranks, in place, in fixed order; on the compute stream.
+  void all_reduce_scalars(const Tensor& values);
+
+  enum class State { kMaster, kGradient };
+  /// Calls `f` with each parameter's full name and its full f32 values (a tensor that lives for the
+  /// call), unit by unit. Collective: all ranks must call it.
+  void for_each_full(State state,
+                     const std::function<void(const std::string& name, const Tensor& full)>& f);
+  /// Sets master shards (and what the next gather sends) from full values, f32 tensors that
+  /// `values` returns for each full name; local. Error if a shape differs.
+  void load_full(const std::function<Tensor(const std::string& name)>& values);
+
+  int64_t num_parameters() const;  ///< elements of all units, tied ones once, trainable or not
+  int num_units() const;
+  /// The unit whose parameters a call of `module` needs, for `print_tree`; empty if none.
+  std::string unit_of(const nn::Module& module) const;
+  /// "26 units (24 blocks of 7.1 M, ...), full_shard over 4 ranks, slots 2 x 27.1 MiB, ...".
+  std::string summary() const;
+  /// The gathers, releases and reduces issued since the last end_step, one a line.
+  std::string program() const;
+
+  const FsdpOptions& options() const;
+  Scheduler& scheduler() { return *scheduler_; }
+
+ private:
+  std::unique_ptr<Scheduler> scheduler_;
+};
+
+/// Shards `root`: its parameters become views into memory that exists while a unit is gathered,
+/// and calls of its modules gather, release and reduce. Parameters may be deferred
+/// (nn::DeferredInit; then call `initialize` or load) or have values, of which each rank keeps its
+/// part. `requires_grad` of a parameter is fixed from here on. Collective over `world`. Errors
+/// ConfigError naming the setting for options that contradict each other
+std::unique_ptr<Fsdp> fully_shard(nn::Module& root, World& world, const FsdpOptions& options = {});
+
+}  // namespace tessera::dist

@@ -1,0 +1,66 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "core/dtype.h"
+#include "dist/fsdp/wrap.h"
+
+namespace tessera::dist {
+
+/// What is sharded over which ranks. P parameters, W ranks, S ranks in a shard group.
+enum class Strategy : unsigned char {
+  kFullShard,         ///< ZeRO-3: parameters, gradients, optimizer states / W
+  kShardGradOp,       ///< ZeRO-2: gradients and states / W; parameters stay gathered in a step
+  kShardOptim,        ///< ZeRO-1: states / W; full parameters and gradients are kept
+  kNoShard,           ///< DDP: everything on every rank
+  kHybridShard,       ///< full_shard inside groups of S ranks, replicated over the groups
+  kHybridShardZero2,  ///< shard_grad_op inside groups of S ranks, replicated over the groups
+};
+/// "full_shard", "shard_grad_op", "shard_optim", "no_shard", "hybrid_shard", "hybrid_shard_zero2".
+std::string_view name_of(Strategy strategy);
+/// ConfigError that lists the names if there is none.
+Strategy strategy_from_name(std::string_view name);
+
+/// When the gradients of a step with several micro-batches travel.
+enum class GradSync : unsigned char {
+  kEveryMicroBatch,  ///< `true`: reduced over all ranks after each, added into the f32 shard
+  kShard,            ///< `shard`: inside the shard group after each, across groups after the last
+  kLast,             ///< `false`: kept whole in f32, 4 bytes x P; reduced after the last
+};
+std::string_view name_of(GradSync sync);  ///< "true", "shard", "false"
+GradSync grad_sync_from_name(std::string_view name);
+
+/// dtypes of a step. Masters, gradient shards and optimizer states are f32 always.
+struct PrecisionOptions {
+  DType param_dtype = kF32;           ///< of gathered parameters and activations
+  std::optional<DType> reduce_dtype;  ///< of gradients before the reduce; default param_dtype
+  std::optional<DType> wire_dtype;    ///< in which chunks travel; default reduce_dtype
+  std::optional<DType> buffer_dtype;  ///< of floating module buffers; default: as they are
+  std::optional<DType> output_dtype;  ///< of the root module's floating results
+  bool cast_forward_inputs = true;    ///< floating inputs of a unit become param_dtype
+  bool norm_fp32 = false;             ///< norm parameters stay f32, a group of their own
+};
+
+struct FsdpOptions {
+  Strategy strategy = Strategy::kFullShard;
+  /// Ranks in a shard group of a hybrid strategy; 0: the ranks of this node.
+  int shard_size = 0;
+  WrapPolicy wrap;  ///< default: wrap::transformer_block()
+  /// Set by the strategy; a value that contradicts it is a ConfigError.
+  std::optional<bool> reshard_after_forward;
+  int prefetch_forward = 1;   ///< units gathered ahead of the one that computes, >= 0
+  int prefetch_backward = 1;  ///< the same in backward
+  /// Default: kShard for hybrid strategies, kLast for shard_optim, else kEveryMicroBatch.
+  std::optional<GradSync> sync_every_micro_batch;
+  /// 2: gathers and reduces on their own communicators and streams; 1: both on one.
+  int communicators = 2;
+  PrecisionOptions precision;
+  /// Full names of parameters that are left alone: not sharded, not reduced, not optimized.
+  std::vector<std::string> ignored;
+};
+
+}  // namespace tessera::dist

@@ -1,0 +1,772 @@
+#include "dist/fsdp/schedule.h"
+
+#include <algorithm>
+#include <map>
+
+#include "core/elementary/kernel.h"
+#include "core/random.h"
+#include "core/recompute.h"
+#include "kernels/reduce/reduce.h"
+
+namespace tessera::dist {
+namespace {
+
+constexpr int kGradientSlots = 2;  // one is written while the other is reduced
+constexpr int64_t kSmallUnit = 8;  // a unit below 1/8 of the largest of its class has its own slot
+
+bool contains(const std::vector<Unit*>& units, const Unit* unit) {
+  return std::find(units.begin(), units.end(), unit) != units.end();
+}
+
+}  // namespace
+
+class Scheduler::Hook final : public nn::ModuleHook {
+ public:
+  Hook(Scheduler& scheduler, Unit& unit) : scheduler_(scheduler), unit_(unit) {}
+  void pre_forward(nn::Module&, std::span<Tensor*> inputs) override {
+    scheduler_.begin_call(unit_, inputs);
+  }
+  void post_forward(nn::Module&, std::span<Tensor*> outputs) override {
+    scheduler_.end_call(unit_, outputs);
+  }
+  void on_forward_error(nn::Module&) noexcept override { scheduler_.on_forward_error(); }
+
+ private:
+  Scheduler& scheduler_;
+  Unit& unit_;
+};
+
+// ---- construction
+
+Scheduler::Scheduler(nn::Module& root, World& world, FsdpOptions options)
+    : world_(world), options_(std::move(options)), root_(&root) {
+  resolve_options();
+  make_lanes();
+  make_units(root);
+  make_pools();
+  make_shards();
+  make_buffers(root);
+  install_hooks(root);
+  for (size_t i = 0; i < units_.size(); ++i) order_.push_back({static_cast<int>(i), 0});
+  shards_ready_ = lanes_.compute.record();
+}
+
+Scheduler::~Scheduler() {
+  for (const auto& [module, _] : hooked_) module->set_hook(nullptr);
+  for (const auto& unit : units_) unit->detach();
+  for (const Stream* s :
+       {&lanes_.all_gather, &lanes_.reduce_scatter, &lanes_.all_reduce, &lanes_.compute}) {
+    s->drain();
+  }
+}
+
+void Scheduler::resolve_options() {
+  FsdpOptions& o = options_;
+  const int world_size = world_.world_size();
+  const bool is_hybrid =
+      o.strategy == Strategy::kHybridShard || o.strategy == Strategy::kHybridShardZero2;
+  TESSERA_CHECK_AS(ConfigError, o.prefetch_forward >= 0 && o.prefetch_backward >= 0,
+                   "fsdp.prefetch_forward, fsdp.prefetch_backward: {} and {}, expected >= 0",
+                   o.prefetch_forward, o.prefetch_backward);
+  TESSERA_CHECK_AS(ConfigError, o.communicators == 1 || o.communicators == 2,
+                   "fsdp.communicators: {}, expected 1 or 2", o.communicators);
+  TESSERA_CHECK_AS(ConfigError, is_hybrid || o.shard_size == 0 || o.shard_size == world_size,
+                   "fsdp.shard_size: {} with {}, expected a hybrid strategy", o.shard_size,
+                   name_of(o.strategy));
+  lanes_.shard_size = o.strategy == Strategy::kNoShard ? 1
+                      : !is_hybrid                     ? world_size
+                      : o.shard_size > 0               ? o.shard_size
+                                                       : world_.local_size();
+  TESSERA_CHECK_AS(ConfigError, world_size % lanes_.shard_size == 0,
+                   "fsdp.shard_size: {} does not divide the {} ranks", lanes_.shard_size,
+                   world_size);
+  lanes_.replicate_size = world_size / lanes_.shard_size;
+  lanes_.shard_rank = world_.rank() % lanes_.shard_size;
+  lanes_.replicate_rank = world_.rank() / lanes_.shard_size;
+
+  const bool reshards = o.strategy == Strategy::kFullShard || o.strategy == Strategy::kHybridShard;
+  TESSERA_CHECK_AS(ConfigError, o.reshard_after_forward.value_or(reshards) == reshards,
+                   "fsdp.reshard_after_forward: {} contradicts fsdp.strategy {}",
+                   o.reshard_after_forward.value_or(false), name_of(o.strategy));
+  o.reshard_after_forward = reshards;
+
+  const GradSync default_sync = is_hybrid                             ? GradSync::kShard
+                                : o.strategy == Strategy::kShardOptim ? GradSync::kLast
+                                                                      : GradSync::kEveryMicroBatch;
+  lanes_.sync = o.sync_every_micro_batch.value_or(default_sync);
+  TESSERA_CHECK_AS(ConfigError,
+                   o.strategy != Strategy::kShardOptim || lanes_.sync == GradSync::kLast,
+                   "fsdp.sync_every_micro_batch: {} with shard_optim, which keeps full gradients; "
+                   "expected false",
+                   name_of(lanes_.sync));
+  TESSERA_CHECK_AS(ConfigError, lanes_.sync != GradSync::kShard || is_hybrid,
+                   "fsdp.sync_every_micro_batch: \"shard\" with {}, expected a hybrid strategy",
+                   name_of(o.strategy));
+  o.sync_every_micro_batch = lanes_.sync;
+
+  const auto check_dtype = [](const char* key, DType dtype, std::initializer_list<DType> allowed) {
+    TESSERA_CHECK_AS(ConfigError, std::find(allowed.begin(), allowed.end(), dtype) != allowed.end(),
+                     "{}: {}, expected f32, bf16 or f16", key, dtype);
+  };
+  PrecisionOptions& p = o.precision;
+  check_dtype("precision.param_dtype", p.param_dtype, {kF32, kBF16, kF16});
+  lanes_.reduce_dtype = p.reduce_dtype.value_or(p.param_dtype);
+  check_dtype("precision.reduce_dtype", lanes_.reduce_dtype, {kF32, kBF16, kF16});
+  lanes_.wire_dtype = p.wire_dtype.value_or(lanes_.reduce_dtype);
+  check_dtype("fsdp.wire_dtype", lanes_.wire_dtype, {kF32, kBF16, kF16});
+  p.reduce_dtype = lanes_.reduce_dtype;
+  p.wire_dtype = lanes_.wire_dtype;
+  if (!o.wrap) o.wrap = wrap::transformer_block();
+  lanes_.poison = Context::current()->options().poison;
+}
+
+void Scheduler::make_lanes() {
+  const Context& context = *Context::current();
+  lanes_.compute = context.compute();
+  lanes_.all_gather = context.make_stream("all_gather", {.high_priority = true});
+  lanes_.reduce_scatter = options_.communicators == 1
+                              ? lanes_.all_gather
+                              : context.make_stream("reduce_scatter", {.high_priority = true});
+  lanes_.all_reduce = context.make_stream("all_reduce");
+  // In one fixed order on all ranks.
+  scalar_comm_ = world_.make_comm();
+  if (lanes_.shard_size > 1) {
+    lanes_.gather_comm = scalar_comm_->split(lanes_.replicate_rank, lanes_.shard_rank);
+    if (options_.communicators == 2) lanes_.reduce_comm = lanes_.gather_comm->duplicate();
+  }
+  if (lanes_.replicate_size > 1) {
+    lanes_.replicate_comm = scalar_comm_->split(lanes_.shard_rank, lanes_.replicate_rank);
+  }
+}
+
+void Scheduler::make_units(nn::Module& root) {
+  std::vector<UnitSpec> specs = options_.wrap(root);
+  const std::vector<std::string>& ignored = options_.ignored;
+  for (const std::string& name : ignored) root.parameter(name);  // an Error if there is none
+  const Residence residence = lanes_.shard_size == 1            ? Residence::kWhole
+                              : *options_.reshard_after_forward ? Residence::kReshard
+                                                                : Residence::kKeep;
+  const bool keeps_full_grad = lanes_.sync == GradSync::kLast;
+  for (UnitSpec& spec : specs) {
+    std::erase_if(spec.parameters, [&](const nn::NamedParameter& p) {
+      return std::find(ignored.begin(), ignored.end(), p.name) != ignored.end();
+    });
+    if (spec.parameters.empty()) continue;
+    units_.push_back(std::make_unique<Unit>(std::move(spec), options_.precision,
+                                            world_.world_size(), lanes_, residence,
+                                            keeps_full_grad));
+  }
+  TESSERA_CHECK_AS(ConfigError, !units_.empty(), "fully_shard: the model has no parameters");
+  for (const auto& unit : units_) {
+    unit->shard_parameters(/*in_place=*/options_.strategy == Strategy::kShardOptim);
+  }
+}
+
+void Scheduler::make_pools() {
+  const auto make = [this](int64_t nbytes, int num_slots, Comm* comm) {
+    const auto allocate = [this, comm](int64_t n) {
+      if (comm != nullptr) return comm->allocate(n, MemoryClass::kGathered);
+      auto memory = std::make_shared<Storage>(static_cast<size_t>(n), lanes_.compute.device());
+      memory->materialize(MemoryClass::kGathered);
+      return memory;
+    };
+    pools_.push_back(std::make_unique<SlotPool>(nbytes, num_slots, allocate, comm != nullptr));
+    return pools_.back().get();
+  };
+  // Two classes of units share slots, blocks and the others; small ones have a slot of their own.
+  struct Pools {
+    SlotPool *gathered = nullptr, *gradient = nullptr;
+  };
+  std::map<bool, Pools> shared;
+  const auto is_small = [](int64_t nbytes, int64_t largest) {
+    return nbytes * kSmallUnit < largest;
+  };
+  for (const bool is_block : {false, true}) {
+    int64_t gathered = 0, gradient = 0;
+    for (const auto& u : units_) {
+      if (u->spec().is_block != is_block) continue;
+      gathered = std::max(gathered, u->gathered_nbytes());
+      gradient = std::max(gradient, u->gradient_nbytes());
+    }
+    const int depth = std::max(options_.prefetch_forward, options_.prefetch_backward);
+    for (const auto& u : units_) {
+      if (u->spec().is_block != is_block) continue;
+      Pools own;
+      if (u->residence() == Residence::kReshard) {
+        if (is_small(u->gathered_nbytes(), gathered)) {
+          own.gathered = make(u->gathered_nbytes(), 1, lanes_.gather_comm.get());
+        } else if (shared[is_block].gathered == nullptr) {
+          shared[is_block].gathered =
+              make(gathered, is_block ? depth + 1 : 1, lanes_.gather_comm.get());
+        }
+      } else if (u->residence() == Residence::kKeep &&
+                 !u->groups().front().full->is_materialized()) {
+        own.gathered = make(u->gathered_nbytes(), 1, lanes_.gather_comm.get());
+      }
+      const bool keeps_full_grad = lanes_.sync == GradSync::kLast;
+      if (!keeps_full_grad && u->gradient_nbytes() > 0) {
+        if (is_small(u->gradient_nbytes(), gradient)) {
+          own.gradient = make(u->gradient_nbytes(), 1, nullptr);
+        } else if (shared[is_block].gradient == nullptr) {
+          shared[is_block].gradient = make(gradient, is_block ? kGradientSlots : 1, nullptr);
+        }
+      }
+      u->set_pools(own.gathered != nullptr ? own.gathered : shared[is_block].gathered,
+                   own.gradient != nullptr ? own.gradient : shared[is_block].gradient);
+    }
+  }
+  // Scratch of the reduces: one of each, used in the order of its stream.
+  int64_t staging = 0, replicate_staging = 0, wire = 0, partial = 0;
+  for (const auto& u : units_) {
+    for (const Group& g : u->groups()) {
+      if (!g.layout.is_trainable) continue;
+      const DType wire_dtype = g.layout.dtype == kF32 ? g.grad_dtype : lanes_.wire_dtype;
+      if (wire_dtype != g.grad_dtype && scalar_comm_->world_size() > 1) {
+        wire = std::max(wire, g.layout.numel * static_cast<int64_t>(size_of(wire_dtype)));
+      }
+      if (lanes_.shard_size > 1) {
+        staging = std::max(staging, lanes_.reducing_comm().reduce_scatter_staging_nbytes(
+                                        g.shard_numel, wire_dtype));
+      }
+      if (lanes_.replicate_size > 1) {
+        const DType outer = lanes_.shard_size > 1 ? kF32 : wire_dtype;
+        replicate_staging =
+            std::max(replicate_staging,
+                     lanes_.replicate_comm->reduce_scatter_staging_nbytes(u->own_numel(g), outer));
+        if (lanes_.shard_size > 1 && lanes_.sync != GradSync::kShard) {
+          partial = std::max(partial, g.shard_numel);
+        }
+      }
+    }
+  }
+  MemoryScope scope(MemoryClass::kGathered);
+  if (staging > 0) lanes_.reduce_staging = empty({staging}, kU8);
+  if (replicate_staging > 0) lanes_.replicate_staging = empty({replicate_staging}, kU8);
+  if (wire > 0) lanes_.wire_buffer = empty({wire}, kU8);
+  if (partial > 0) lanes_.partial_shard = empty({partial}, kF32);
+}
+
+void Scheduler::make_shards() {
+  for (const auto& unit : units_) {
+    for (Group& g : unit->groups()) {
+      if (!g.layout.is_trainable) continue;
+      const int64_t begin = lanes_.shard_rank * g.shard_numel;
+      optim::FlatShard shard;
+      shard.name = unit->name();
+      shard.master = g.master;
+      shard.grad = g.grad;
+      if (g.layout.dtype != kF32) shard.low = g.shard;
+      shard.segments = segments_in(g.layout, begin, begin + g.shard_numel);
+      shards_.push_back(std::move(shard));
+
+      const int64_t own = begin + unit->own_begin(g);
+      std::vector<tessera::Segment> segments;
+      for (const optim::Segment& s : segments_in(g.layout, own, own + unit->own_numel(g))) {
+        segments.push_back({s.begin, s.end});
+      }
+      norm_inputs_.emplace_back(g.grad.narrow(0, unit->own_begin(g), unit->own_numel(g)),
+                                segments_to_device(segments, unit->own_numel(g)));
+    }
+  }
+}
+
+void Scheduler::make_buffers(nn::Module& root) {
+  std::vector<nn::Module*> owners;
+  for (const nn::NamedBuffer& b : root.named_buffers()) {
+    Tensor& tensor = b.buffer->tensor;
+    const std::optional<DType> dtype = options_.precision.buffer_dtype;
+    if (!tensor.storage()->is_materialized()) {
+      tensor.storage()->materialize(MemoryClass::kParameters);
+      if (owners.empty() || owners.back() != b.owner) owners.push_back(b.owner);
+    }
+    if (dtype && is_floating(tensor.dtype())) tensor = tensor.to(*dtype);
+  }
+  for (nn::Module* owner : owners) owner->reset_buffers();
+}
+
+void Scheduler::install_hooks(nn::Module& root) {
+  for (const auto& unit : units_) {
+    for (nn::Module* module : unit->spec().modules) {
+      TESSERA_CHECK_AS(ConfigError, module->hook() == nullptr,
+                       "fully_shard: a module of unit {} is sharded already", unit->name());
+      module->set_hook(std::make_shared<Hook>(*this, *unit));
+      hooked_.emplace_back(module, unit.get());
+    }
+  }
+  for (const nn::NamedModule& m : root.named_modules()) {
+    for (const auto& [module, unit] : hooked_) {
+      if (module == m.module) unit_of_module_.emplace_back(m.module, unit->name());
+    }
+  }
+}
+
+// ---- parameters as a whole
+
+void Scheduler::initialize(uint64_t seed) {
+  for (const auto& unit : units_) {
+    for (Group& g : unit->groups()) {
+      const Tensor& target = g.master.is_defined() ? g.master : g.shard;
+      const int64_t begin = lanes_.shard_rank * g.shard_numel, end = begin + g.shard_numel;
+      for (const Placement& p : g.layout.placements) {
+        const int64_t from = std::max(begin, p.begin), to = std::min(end, p.begin + p.numel);
+        if (from >= to) continue;
+        nn::fill_init(target.narrow(0, from - begin, to - from), p.parameter->init, seed, p.name,
+                      from - p.begin);
+      }
+      if (target.impl() != g.shard.impl()) g.shard.copy_(target);
+    }
+    unit->invalidate();
+  }
+  shards_ready_ = lanes_.compute.record();
+}
+
+void Scheduler::load_full(const std::function<Tensor(const std::string&)>& values) {
+  NoGrad no_grad;
+  for (const auto& unit : units_) {
+    for (Group& g : unit->groups()) {
+      const Tensor& target = g.master.is_defined() ? g.master : g.shard;
+      const int64_t begin = lanes_.shard_rank * g.shard_numel, end = begin + g.shard_numel;
+      for (const Placement& p : g.layout.placements) {
+        const Tensor value = values(p.name);
+        TESSERA_CHECK_EQ(value.shape(), p.shape, "load_full: {}", p.name);
+        const int64_t from = std::max(begin, p.begin), to = std::min(end, p.begin + p.numel);
+        if (from >= to) continue;
+        target.narrow(0, from - begin, to - from)
+            .copy_(value.contiguous().view({p.numel}).narrow(0, from - p.begin, to - from));
+      }
+      if (target.impl() != g.shard.impl()) g.shard.copy_(target);
+    }
+    unit->invalidate();
+  }
+  shards_ready_ = lanes_.compute.record();
+}
+
+void Scheduler::for_each_full(Fsdp::State state,
+                              const std::function<void(const std::string&, const Tensor&)>& f) {
+  NoGrad no_grad;
+  for (const auto& unit : units_) {
+    for (Group& g : unit->groups()) {
+      const bool is_gradient = state == Fsdp::State::kGradient;
+      if (is_gradient && !g.layout.is_trainable) continue;
+      Tensor shard = is_gradient ? g.grad : g.master.is_defined() ? g.master : g.shard.to(kF32);
+      Tensor full = shard;
+      if (lanes_.shard_size > 1) {
+        full = empty({g.layout.numel}, kF32);
+        lanes_.all_gather.wait(lanes_.compute.record());
+        lanes_.gather_comm->all_gather(lanes_.all_gather, full.raw_data(), shard.raw_data(),
+                                       g.shard_numel, kF32,
+                                       {"gather_full", intern(unit->name()), step_});
+        lanes_.compute.wait(lanes_.all_gather.record());
+      }
+      for (const Placement& p : g.layout.placements) {
+        f(p.name, full.narrow(0, p.begin, p.numel).view(p.shape));
+      }
+    }
+  }
+}
+
+// ---- gathers and their order
+
+void Scheduler::note(const char* what, const Unit& unit) {
+  const std::string line = fmt::format("{} {}", what, unit.name());
+  program_hash_ = hash_name(line) ^ (program_hash_ * 0x9E3779B97F4A7C15u + 1);
+  program_.push_back(line);
+  ++num_issued_;
+  if (step_ > 0 || world_.world_size() == 1) return;
+  // Step 0: every collective is announced, so that a rank that would issue another one is named
+  // before anybody hangs.
+  struct Signature {
+    int64_t sequence;
+    uint64_t hash;
+  };
+  const Signature mine{num_issued_, program_hash_};
+  std::vector<Signature> all(static_cast<size_t>(world_.world_size()));
+  world_.control().all_gather(all.data(), &mine, sizeof mine);
+  for (size_t r = 0; r < all.size(); ++r) {
+    TESSERA_CHECK_AS(
+        CommError, all[r].hash == mine.hash && all[r].sequence == mine.sequence,
+        "fsdp: rank {} is about to \"{}\" as collective {} of step 0 and rank {} to do "
+        "something else: the ranks call units in different orders",
+        world_.rank(), line, num_issued_, r);
+  }
+}
+
+bool Scheduler::gather(Unit& unit, const char* phase) {
+  if (unit.is_unsharded()) return true;
+  if (!unit.can_unshard()) return false;
+  if (unit.residence() != Residence::kWhole) note(phase, unit);
+  unit.unshard(shards_ready_, step_, phase);
+  return true;
+}
+
+void Scheduler::gather_or_fail(Unit& unit, const char* phase) {
+  TESSERA_CHECK(gather(unit, phase),
+                "fsdp: no slot is free to gather unit {}: more units are in use at once than "
+                "prefetch + 1",
+                unit.name());
+}
+
+void Scheduler::release_held(const Unit* except) {
+  for (Unit* unit : held_) {
+    if (unit != except && unit->active_calls == 0) unit->reshard();
+  }
+  std::erase_if(held_, [&](const Unit* u) { return u != except || u->active_calls > 0; });
+}
+
+Unit& Scheduler::unit_at(int position) const {
+  return *units_[static_cast<size_t>(order_[static_cast<size_t>(position)].unit)];
+}
+
+void Scheduler::prefetch_forward(int position) {
+  for (int k = 1; k <= options_.prefetch_forward; ++k) {
+    const int next = position + k;
+    if (next >= static_cast<int>(order_.size())) return;
+    if (!gather(unit_at(next), "gather_forward")) return;
+  }
+}
+
+void Scheduler::prefetch_backward(size_t call) {
+  for (int k = 1; k <= options_.prefetch_backward && call > 0; ++k) {
+    if (!gather(*calls_[--call].unit, "gather_backward")) return;
+  }
+}
+
+/// The turn of a unit that this rank does not call: what the other ranks issue, issued here too.
+void Scheduler::skip(int position, bool is_train) {
+  Unit& unit = unit_at(position);
+  release_held(&unit);
+  gather_or_fail(unit, "gather_forward");
+  prefetch_forward(position);
+  if (is_train) {
+    calls_.push_back({&unit, tick_, tick_, true, false});
+    ++tick_;
+    ++unit.open_calls;
+  }
+  if (unit.active_calls == 0) held_.push_back(&unit);
+}
+
+void Scheduler::flush_pass(Pass& pass, bool is_train) {
+  if (pass.position < 0) return;
+  for (int p = pass.position + 1; p < static_cast<int>(order_.size()); ++p) skip(p, is_train);
+  pass = {};
+}
+
+void Scheduler::enter_forward(Pass& pass, Unit& unit, bool is_train) {
+  const auto is_at = [&](int p) { return &unit_at(p) == &unit; };
+  const int size = static_cast<int>(order_.size());
+  if (pass.position >= 0 && is_at(pass.position) && unit.is_unsharded()) {  // called again
+    ++pass.num_calls;
+    return;
+  }
+  int target = pass.position + 1;
+  while (target < size && !is_at(target)) ++target;
+  if (target == size) {  // not in the rest: a new pass begins
+    flush_pass(pass, is_train);
+    target = 0;
+    while (!is_at(target)) ++target;
+  }
+  for (int p = pass.position + 1; p < target; ++p) skip(p, is_train);
+  release_held(&unit);
+  gather_or_fail(unit, "gather_forward");
+  prefetch_forward(target);
+  pass = {target, 1};
+}
+
+// ---- hooks
+
+void Scheduler::begin_call(Unit& unit, std::span<Tensor*> inputs) {
+  if (options_.precision.cast_forward_inputs) {
+    for (Tensor* input : inputs) {
+      if (is_floating(input->dtype()) && input->dtype() != kF64) {
+        *input = input->to(options_.precision.param_dtype);
+      }
+    }
+  }
+  if (is_recomputing()) {
+    for (size_t i = calls_.size(); i-- > 0;) {
+      if (calls_[i].unit == &unit && !calls_[i].is_over) {
+        enter_backward(generation_, i);
+        break;
+      }
+    }
+    ++unit.active_calls;
+    return;
+  }
+  const bool is_train = grad_mode() || is_checkpointing();
+  if (unit.active_calls == 0) enter_forward(is_train ? train_pass_ : eval_pass_, unit, is_train);
+  unit.wait_for_unshard();
+  ++unit.active_calls;
+  std::erase(held_, &unit);
+  if (is_train) {
+    calls_.push_back({&unit, tick_++, INT64_MAX, false, false});
+    ++unit.open_calls;
+  }
+}
+
+void Scheduler::end_call(Unit& unit, std::span<Tensor*> outputs) {
+  --unit.active_calls;
+  if (is_recomputing()) return;  // its backward follows at once
+  if (unit.active_calls == 0) held_.push_back(&unit);
+  if (!grad_mode() && !is_checkpointing()) {
+    // An evaluation that is through leaves nothing gathered.
+    const int last = static_cast<int>(order_.size()) - 1;
+    if (unit.active_calls == 0 && eval_pass_.position == last &&
+        eval_pass_.num_calls == order_.back().num_calls) {
+      release_held(nullptr);
+      eval_pass_ = {};
+    }
+    return;
+  }
+  size_t call = calls_.size();
+  while (call-- > 0) {
+    if (calls_[call].unit == &unit && calls_[call].end == INT64_MAX) break;
+  }
+  calls_[call].end = tick_++;
+  std::vector<Tensor> with_grad;
+  for (const Tensor* output : outputs) {
+    if (output->requires_grad()) with_grad.push_back(*output);
+  }
+  if (with_grad.empty() || !grad_mode()) return;
+  const std::vector<Tensor> wrapped =
+      record_multi("unit", with_grad, with_grad,
+                   [this, generation = generation_, call](std::span<const Tensor> dys, Grads& g) {
+                     enter_backward(generation, call);
+                     for (size_t i = 0; i < dys.size(); ++i) {
+                       if (dys[i].is_defined()) g.add(static_cast<int>(i), dys[i]);
+                     }
+                   });
+  size_t next = 0;
+  for (Tensor* output : outputs) {
+    if (output->requires_grad()) *output = wrapped[next++];
+  }
+}
+
+void Scheduler::on_forward_error() noexcept {
+  try {
+    for (const auto& unit : units_) unit->active_calls = 0;
+    if (!in_backward_) {
+      end_forward();
+      for (const auto& unit : units_) {
+        unit->discard_gradients();
+        unit->open_calls = 0;
+      }
+    }
+  } catch (...) {  // a stream is poisoned; synchronize will say so
+  }
+}
+
+void Scheduler::end_forward() {
+  for (const auto& unit : units_) {
+    if (unit->active_calls == 0) unit->reshard();
+  }
+  held_.clear();
+  eval_pass_ = {};
+  if (in_backward_) return;
+  for (const Call& call : calls_) call.unit->open_calls = 0;
+  calls_.clear();
+  train_pass_ = {};
+  ++generation_;
+}
+
+// ---- backward
+
+void Scheduler::enter_backward(int64_t generation, size_t call) {
+  if (!in_backward_) {
+    in_backward_ = true;
+    on_backward_end([this](bool ok) { finish_backward(ok); });
+    if (generation == generation_) {
+      flush_pass(train_pass_, /*is_train=*/true);
+    } else {  // a second backward through the same forward
+      TESSERA_CHECK(calls_.empty() && generation + 1 == generation_,
+                    "fsdp: backward of a forward that is over by more than one backward");
+      calls_ = last_calls_;
+      for (Call& c : calls_) {
+        c.is_over = false;
+        ++c.unit->open_calls;
+      }
+    }
+  }
+  const int64_t end = calls_[call].end;
+  for (size_t i = calls_.size(); i-- > call + 1;) {
+    if (!calls_[i].is_over && calls_[i].begin >= end) finish_call(i);
+  }
+  Unit& unit = *calls_[call].unit;
+  release_held(&unit);
+  gather_or_fail(unit, "gather_backward");
+  prefetch_backward(call);
+  unit.wait_for_unshard();
+  if (!contains(held_, &unit)) held_.push_back(&unit);
+}
+
+void Scheduler::finish_call(size_t index) {
+  Call& call = calls_[index];
+  Unit& unit = *call.unit;
+  if (call.is_skipped) {
+    release_held(&unit);
+    gather_or_fail(unit, "gather_backward");
+    prefetch_backward(index);
+  }
+  call.is_over = true;
+  if (--unit.open_calls == 0 && unit.is_trainable()) {
+    if (lanes_.sync != GradSync::kLast || is_last_micro_batch_) {
+      if (world_.world_size() > 1) note("reduce", unit);
+    }
+    unit.reduce(is_last_micro_batch_, step_);
+  }
+  if (unit.active_calls == 0) unit.reshard();
+  std::erase(held_, &unit);
+}
+
+void Scheduler::finish_backward(bool ok) {
+  if (!ok) {
+    in_backward_ = false;
+    for (const auto& unit : units_) {
+      unit->active_calls = unit->open_calls = 0;
+      unit->discard_gradients();
+    }
+    end_forward();
+    return;
+  }
+  for (size_t i = calls_.size(); i-- > 0;) {
+    if (!calls_[i].is_over) finish_call(i);
+  }
+  in_backward_ = false;
+  if (!is_order_known_) agree_on_order();
+  last_calls_ = std::move(calls_);
+  calls_.clear();
+  end_forward();
+}
+
+/// After the first backward: the order in which the units were called replaces the registration
+/// order, if all ranks called the same.
+void Scheduler::agree_on_order() {
+  std::vector<Turn> called;
+  for (const Call& call : calls_) {
+    int index = 0;
+    while (units_[static_cast<size_t>(index)].get() != call.unit) ++index;
+    if (called.empty() || called.back().unit != index) called.push_back({index, 0});
+    if (!call.is_skipped) ++called.back().num_calls;
+  }
+  uint64_t hash = 0;
+  for (const Turn& turn : called) {
+    hash = hash * 0x100000001b3u + static_cast<uint64_t>(turn.unit) + 1;
+  }
+  std::vector<uint64_t> all(static_cast<size_t>(world_.world_size()));
+  world_.control().all_gather(all.data(), &hash, sizeof hash);
+  TESSERA_CHECK_AS(CommError,
+                   std::all_of(all.begin(), all.end(), [&](uint64_t h) { return h == hash; }),
+                   "fsdp: the ranks called units in different orders in step 0");
+  order_ = std::move(called);
+  is_order_known_ = true;
+}
+
+// ---- the end of a step
+
+void Scheduler::begin_micro_batch(int index, int count) {
+  TESSERA_CHECK(index >= 0 && index < count, "begin_micro_batch: {} of {}", index, count);
+  is_last_micro_batch_ = index + 1 == count;
+}
+
+ClippedNorm Scheduler::clip_grad_norm(double max_norm, double p) {
+  for (const auto& unit : units_) {
+    if (unit->is_trainable()) unit->finish_gradients(step_);
+  }
+  const auto num_parts = static_cast<int64_t>(norm_inputs_.size());
+  const int64_t shard_size = lanes_.shard_size, replicas = lanes_.replicate_size;
+  // One partial a (group, one of world_size chunks), gathered and added in the order of chunks,
+  // which is not that of ranks where groups of ranks hold replicas.
+  Tensor all = empty({num_parts * world_.world_size()}, kF64);
+  Tensor mine = all.narrow(0, world_.rank() * num_parts, num_parts);
+  for (size_t i = 0; i < norm_inputs_.size(); ++i) {
+    partial_norm(mine.narrow(0, static_cast<int64_t>(i), 1), norm_inputs_[i].first,
+                 norm_inputs_[i].second, p);
+  }
+  if (world_.world_size() > 1) {
+    scalar_comm_->all_gather(lanes_.compute, all.raw_data(), mine.raw_data(), num_parts, kF64,
+                             {"grad_norm", "", step_});
+  }
+  Tensor ordered = empty({num_parts, shard_size, replicas}, kF64);
+  kernels::copy(lanes_.compute, {ordered.raw_data(),
+                                 all.raw_data(),
+                                 kF64,
+                                 kF64,
+                                 ordered.shape(),
+                                 ordered.strides(),
+                                 {1, num_parts, shard_size * num_parts},
+                                 false});
+  ClippedNorm clip{empty({}, kF32), empty({}, kF32), empty({}, kU8)};
+  combine_norms(clip.norm, ordered.view({-1}), p);
+  clip_factor(clip.factor, clip.found_inf, clip.norm,
+              max_norm > 0 ? max_norm : std::numeric_limits<double>::infinity());
+  return clip;
+}
+
+void Scheduler::end_step() {
+  for (const auto& unit : units_) {
+    unit->zero_grad();
+    unit->invalidate();
+  }
+  shards_ready_ = lanes_.compute.record();
+  is_last_micro_batch_ = true;
+  if (world_.world_size() > 1) {
+    std::vector<uint64_t> all(static_cast<size_t>(world_.world_size()));
+    world_.control().all_gather(all.data(), &program_hash_, sizeof program_hash_);
+    for (size_t r = 0; r < all.size(); ++r) {
+      TESSERA_CHECK_AS(CommError, all[r] == program_hash_,
+                       "fsdp: rank {} and rank {} have issued different collectives in step {}",
+                       world_.rank(), r, step_);
+    }
+  }
+  ++step_;
+  program_hash_ = 0;
+  num_issued_ = 0;
+  program_.clear();
+}
+
+void Scheduler::all_reduce_scalars(const Tensor& values) {
+  if (world_.world_size() == 1) return;
+  const int64_t numel = values.numel();
+  const int64_t staging = scalar_comm_->all_reduce_staging_nbytes(numel, values.dtype());
+  if (staging > 0 && (!scalar_staging_.is_defined() || scalar_staging_.numel() < staging)) {
+    scalar_staging_ = empty({staging}, kU8);
+  }
+  scalar_comm_->all_reduce(lanes_.compute, values.raw_data(), numel, values.dtype(),
+                           staging > 0 ? scalar_staging_.raw_data() : nullptr,
+                           {"scalars", "", step_});
+}
+
+// ---- descriptions
+
+std::string Scheduler::unit_of(const nn::Module& module) const {
+  for (const auto& [m, name] : unit_of_module_) {
+    if (m == &module) return name;
+  }
+  return "";
+}
+
+std::string Scheduler::summary() const {
+  int64_t parameters = 0, largest = 0;
+  for (const auto& u : units_) {
+    parameters += u->num_parameters();
+    largest = std::max(largest, u->num_parameters());
+  }
+  std::string slots;
+  for (const auto& pool : pools_) {
+    slots += fmt::format("{}{} x {}", slots.empty() ? "" : ", ", pool->num_slots(),
+                         format_nbytes(pool->nbytes()));
+  }
+  return fmt::format(
+      "{} units, {:.2f} M parameters, the largest unit {:.2f} M; {} over {} ranks "
+      "(shard group {}, replicas {}); slots {}",
+      units_.size(), static_cast<double>(parameters) * 1e-6, static_cast<double>(largest) * 1e-6,
+      name_of(options_.strategy), world_.world_size(), lanes_.shard_size, lanes_.replicate_size,
+      slots.empty() ? "none" : slots);
+}
+
+std::string Scheduler::program() const {
+  std::string text;
+  for (const std::string& line : program_) text += line + "\n";
+  return text;
+}
+
+}  // namespace tessera::dist

@@ -1,0 +1,126 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "dist/comm/world.h"
+#include "dist/fsdp/fully_shard.h"
+#include "dist/fsdp/unit.h"
+
+// [Note: Order of collectives]
+// A deadlock or a wrong sum is what ranks get that issue collectives in different orders. So the
+// order is data, the same on all ranks: the unit order (registration order, corrected by what step
+// 0 called). A forward walks it by a cursor: calling unit v while u < v is due gathers and releases
+// u as well, so a unit that some ranks skip is gathered by all. Each call and each skip is an entry
+// in `calls_`; backward walks the entries from the newest to the oldest, whatever the rank
+// computed: entry c begins (gather, prefetch) when a gradient reaches the outputs of its call, and
+// then all later entries are over, since the tape runs from the newest node to the oldest. A unit
+// whose last entry is over is reduced, with zeros where this rank has no gradient.
+
+namespace tessera::dist {
+
+/// Drives the units of one model: the hooks of its modules call it, all on the host thread of the
+/// rank. It never waits for the device.
+class Scheduler {
+ public:
+  Scheduler(nn::Module& root, World& world, FsdpOptions options);
+  ~Scheduler();
+  Scheduler(const Scheduler&) = delete;
+  Scheduler& operator=(const Scheduler&) = delete;
+
+  void initialize(uint64_t seed);
+  void begin_micro_batch(int index, int count);
+  ClippedNorm clip_grad_norm(double max_norm, double p);
+  void end_step();
+  void end_forward();
+  void all_reduce_scalars(const Tensor& values);
+  void for_each_full(Fsdp::State state,
+                     const std::function<void(const std::string&, const Tensor&)>& f);
+  void load_full(const std::function<Tensor(const std::string& name)>& values);
+  std::string unit_of(const nn::Module& module) const;
+  std::string summary() const;
+  std::string program() const;
+
+  std::vector<optim::FlatShard>& shards() { return shards_; }
+  const std::vector<std::unique_ptr<Unit>>& units() const { return units_; }
+  const FsdpOptions& options() const { return options_; }
+
+ private:
+  class Hook;
+  /// One call of a unit in the forward of this pass, or its turn that this rank skipped.
+  struct Call {
+    Unit* unit;
+    int64_t begin, end;  // ticks: the call's interval, for nested units
+    bool is_skipped, is_over;
+  };
+  /// Where a forward is in the unit order.
+  struct Pass {
+    int position = -1;  // index in order_ of the unit called last; -1 before the first
+    int num_calls = 0;  // of that unit in a row
+  };
+  /// A turn in the unit order.
+  struct Turn {
+    int unit;
+    int num_calls;  // in a row (a unit with two modules); 0: not known yet
+    friend bool operator==(const Turn&, const Turn&) = default;
+  };
+
+  void resolve_options();
+  void make_lanes();
+  void make_units(nn::Module& root);
+  void make_pools();
+  void make_shards();
+  void make_buffers(nn::Module& root);
+  void install_hooks(nn::Module& root);
+
+  void begin_call(Unit& unit, std::span<Tensor*> inputs);
+  void end_call(Unit& unit, std::span<Tensor*> outputs);
+  void on_forward_error() noexcept;
+  void enter_forward(Pass& pass, Unit& unit, bool is_train);
+  void skip(int position, bool is_train);
+  void flush_pass(Pass& pass, bool is_train);
+  void enter_backward(int64_t generation, size_t call);
+  void finish_call(size_t call);
+  void finish_backward(bool ok);
+  void prefetch_forward(int position);
+  void prefetch_backward(size_t call);
+  void release_held(const Unit* except);
+  bool gather(Unit& unit, const char* phase);
+  void gather_or_fail(Unit& unit, const char* phase);
+  Unit& unit_at(int position) const;
+  void note(const char* what, const Unit& unit);
+  void agree_on_order();
+
+  World& world_;
+  FsdpOptions options_;
+  Lanes lanes_;
+  std::unique_ptr<Comm> scalar_comm_;  // on the compute stream
+  std::vector<std::unique_ptr<Unit>> units_;
+  std::vector<std::unique_ptr<SlotPool>> pools_;
+  std::vector<optim::FlatShard> shards_;
+  std::vector<std::pair<const nn::Module*, std::string>> unit_of_module_;
+  std::vector<std::pair<nn::Module*, Unit*>> hooked_;
+  nn::Module* root_;
+
+  std::vector<Turn> order_;  // the program of a forward
+  bool is_order_known_ = false;
+  Pass train_pass_, eval_pass_;
+  std::vector<Call> calls_, last_calls_;
+  int64_t generation_ = 0;  // of calls_
+  int64_t tick_ = 0;
+  bool in_backward_ = false;
+  bool is_last_micro_batch_ = true;
+  std::vector<Unit*> held_;  // unsharded, between calls
+  Event shards_ready_;       // the shards hold what gathers shall send
+  int64_t step_ = 0;
+  uint64_t program_hash_ = 0;
+  int64_t num_issued_ = 0;
+  std::vector<std::string> program_;
+
+  std::vector<std::pair<Tensor, Tensor>> norm_inputs_;  // own gradient part, its segments
+  Tensor scalar_staging_;
+};
+
+}  // namespace tessera::dist

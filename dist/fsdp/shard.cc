@@ -1,0 +1,74 @@
+#include "dist/fsdp/shard.h"
+
+#include <algorithm>
+
+namespace tessera::dist {
+namespace {
+
+int64_t round_up(int64_t value, int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
+}  // namespace
+
+std::vector<GroupLayout> make_layout(const UnitSpec& spec, const PrecisionOptions& precision,
+                                     int world_size) {
+  std::vector<GroupLayout> groups;
+  for (const nn::NamedParameter& p : spec.parameters) {
+    const bool keeps_f32 = precision.norm_fp32 && p.parameter->is_norm;
+    const DType dtype = keeps_f32 ? kF32 : precision.param_dtype;
+    const bool is_trainable = p.parameter->tensor.requires_grad();
+    auto group = std::find_if(groups.begin(), groups.end(), [&](const GroupLayout& g) {
+      return g.dtype == dtype && g.is_trainable == is_trainable;
+    });
+    if (group == groups.end()) {
+      group = groups.insert(groups.end(), GroupLayout{dtype, is_trainable, {}, 0});
+    }
+    const Shape& shape = p.parameter->tensor.shape();
+    group->placements.push_back(
+        {p.name, p.parameter, shape, group->numel, shape.numel(), p.parameter->decay});
+    group->numel = round_up(group->numel + shape.numel(), kLayoutBlock);
+  }
+  for (GroupLayout& group : groups) {
+    group.numel = round_up(group.numel, kLayoutBlock * world_size);
+  }
+  return groups;
+}
+
+std::vector<optim::Segment> segments_in(const GroupLayout& layout, int64_t begin, int64_t end) {
+  std::vector<optim::Segment> segments;
+  for (const Placement& p : layout.placements) {
+    const int64_t from = std::max(begin, p.begin), to = std::min(end, p.begin + p.numel);
+    if (from >= to) continue;
+    optim::Segment segment;
+    segment.parameter = p.name;
+    segment.begin = from - begin;
+    segment.end = to - begin;
+    segment.decay = p.decay;
+    segments.push_back(std::move(segment));
+  }
+  return segments;
+}
+
+SlotPool::SlotPool(int64_t nbytes, int num_slots, Allocate allocate, bool is_eager)
+    : nbytes_(nbytes), allocate_(std::move(allocate)) {
+  for (int i = 0; i < num_slots; ++i) {
+    slots_.push_back(std::make_unique<Slot>(Slot{is_eager ? allocate_(nbytes) : nullptr, {}}));
+    free_.push_back(slots_.back().get());
+  }
+}
+
+Slot* SlotPool::acquire() {
+  if (free_.empty()) return nullptr;
+  Slot* slot = free_.front();
+  free_.erase(free_.begin());
+  if (slot->memory == nullptr) slot->memory = allocate_(nbytes_);
+  return slot;
+}
+
+void SlotPool::release(Slot* slot, Event is_free) {
+  slot->is_free = std::move(is_free);
+  free_.push_back(slot);
+}
+
+}  // namespace tessera::dist

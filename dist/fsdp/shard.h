@@ -1,0 +1,76 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/runtime/stream.h"
+#include "core/tensor.h"
+#include "dist/fsdp/options.h"
+#include "dist/fsdp/wrap.h"
+#include "optim/flat_shard.h"
+
+// [Note: Flat layout]
+// A unit's parameters of one (dtype, trainable) form a group with one numbering, in elements, for
+// its gathered, gradient, master and optimizer buffers: each tensor starts at a multiple of 256
+// and the whole is padded to 256 x world_size, under every strategy. Rank r of a shard group of S
+// owns chunk r of S. So 256-element blocks never straddle tensors or shards, and a norm has the
+// same blocks whatever the strategy. Padding is never read by norm, optimizer or checkpoint.
+
+namespace tessera::dist {
+
+inline constexpr int64_t kLayoutBlock = 256;
+
+/// One parameter's place in its group.
+struct Placement {
+  std::string name;
+  nn::Parameter* parameter;
+  Shape shape;
+  int64_t begin, numel;  // elements
+  bool decay;
+};
+
+struct GroupLayout {
+  DType dtype = kF32;
+  bool is_trainable = true;
+  std::vector<Placement> placements;
+  int64_t numel = 0;  // with padding
+};
+
+/// The groups of a unit, in the order in which their first parameters are registered.
+std::vector<GroupLayout> make_layout(const UnitSpec& spec, const PrecisionOptions& precision,
+                                     int world_size);
+
+/// The parts of the placements that lie in [begin, end) of the group, counted from `begin`.
+std::vector<optim::Segment> segments_in(const GroupLayout& layout, int64_t begin, int64_t end);
+
+/// Fixed memory that units take turns in.
+struct Slot {
+  std::shared_ptr<Storage> memory;
+  Event is_free;  // whoever takes the slot waits for it
+};
+
+/// The slots of one class of units. Which slot is free is decided on the host in program order, so
+/// it is the same on all ranks; when it is free, on the device by `is_free`.
+class SlotPool {
+ public:
+  using Allocate = std::function<std::shared_ptr<Storage>(int64_t nbytes)>;
+  /// `is_eager`: all bytes now (where `allocate` is collective), else when a slot is first taken.
+  SlotPool(int64_t nbytes, int num_slots, Allocate allocate, bool is_eager);
+
+  /// The slot that has been free for the longest; null if none is.
+  Slot* acquire();
+  void release(Slot* slot, Event is_free);
+  bool has_free() const { return !free_.empty(); }
+  int num_slots() const { return static_cast<int>(slots_.size()); }
+  int64_t nbytes() const { return nbytes_; }
+
+ private:
+  int64_t nbytes_;
+  Allocate allocate_;
+  std::vector<std::unique_ptr<Slot>> slots_;
+  std::vector<Slot*> free_;  // longest free first
+};
+
+}  // namespace tessera::dist

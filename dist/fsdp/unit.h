@@ -1,0 +1,139 @@
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/autograd.h"
+#include "dist/comm/comm.h"
+#include "dist/fsdp/shard.h"
+
+namespace tessera::dist {
+
+/// Streams, communicators and settings that all units share. Each communicator has one stream.
+struct Lanes {
+  Stream compute;
+  Stream all_gather;      // gathers parameters while other units compute
+  Stream reduce_scatter;  // reduces gradients of a finished unit while earlier ones compute
+  Stream all_reduce;      // hybrid: the outer reduction while the next unit reduces inside
+  std::unique_ptr<Comm> gather_comm;     // of the shard group; null if it has one rank
+  std::unique_ptr<Comm> reduce_comm;     // of the shard group; null: gather_comm does both
+  std::unique_ptr<Comm> replicate_comm;  // of the ranks with the same shard; null if there is one
+  int shard_size = 1, shard_rank = 0;
+  int replicate_size = 1, replicate_rank = 0;
+  DType reduce_dtype = kF32, wire_dtype = kF32;
+  GradSync sync = GradSync::kEveryMicroBatch;
+  bool poison = false;
+  Tensor reduce_staging, replicate_staging, wire_buffer, partial_shard;  // see Unit::reduce
+  Event partial_shard_free;
+
+  Comm& reducing_comm() const { return reduce_comm != nullptr ? *reduce_comm : *gather_comm; }
+};
+
+/// What of a unit's parameters stays after use.
+enum class Residence : unsigned char {
+  kReshard,  ///< gathered for each use into a slot, released after it
+  kKeep,     ///< gathered once a step into memory of its own
+  kWhole,    ///< the shard is the whole: nothing to gather
+};
+
+/// One group's buffers on this rank. Elements as in [Note: Flat layout].
+struct Group {
+  GroupLayout layout;
+  int64_t shard_numel = 0;
+  Tensor master;                  // f32 shard; undefined for frozen groups of a lower dtype
+  Tensor shard;                   // param_dtype shard that gathers send; the master itself in f32
+  Tensor grad;                    // f32 gradient shard; undefined for frozen groups
+  std::shared_ptr<Storage> full;  // gathered parameters; the views that modules use
+  std::shared_ptr<Storage> full_grad;             // gradients before the reduce
+  DType grad_dtype = kF32;                        // of full_grad
+  int64_t slot_offset = 0, grad_slot_offset = 0;  // bytes
+  std::vector<bool> is_written;  // a placement's gradient, since the slot was acquired
+};
+
+/// A unit: the parameters that are gathered and reduced together, as a state machine. All verbs
+/// run on the host at once and are idempotent; what they enqueue is ordered by events. States and
+/// what they mean for memory:
+///   sharded     shards only
+///   unsharded   + one gathered slot (Residence::kReshard) or the unit's own (kKeep)
+///   collecting  + one gradient slot, from the first gradient written to the end of the reduce
+class Unit {
+ public:
+  Unit(UnitSpec spec, const PrecisionOptions& precision, int world_size, Lanes& lanes,
+       Residence residence, bool keeps_full_grad);
+
+  /// Memory for shards (materialized here) and views in place of the modules' parameters.
+  void shard_parameters(bool in_place);
+  void set_pools(SlotPool* gathered, SlotPool* gradient);
+
+  /// The parameters are there or on the way, or a slot is free for them.
+  bool can_unshard() const;
+  /// Starts the gather unless the parameters are there or on the way.
+  void unshard(const Event& shards_ready, int64_t step, const char* phase);
+  /// The compute stream waits for the gather.
+  void wait_for_unshard();
+  /// Releases the slot (kReshard) once the compute stream is done with it.
+  void reshard();
+  bool is_unsharded() const { return is_unsharded_; }
+  /// The shards changed: what is gathered is out of date.
+  void invalidate();
+
+  /// Sends the gradients of this backward on their way and adds them to the gradient shard. Ranges
+  /// that nobody wrote count as zero. `is_last`: of the step's micro-batches.
+  void reduce(bool is_last, int64_t step);
+  /// All parts of the gradient shard are complete for tasks of the compute stream after this.
+  void finish_gradients(int64_t step);
+  /// The next gradients replace the shard's instead of adding to it.
+  void zero_grad();
+  /// Forgets gradients that were written but not reduced (a backward failed).
+  void discard_gradients();
+  /// Takes the unit out of the modules' parameters; they have no bytes after this.
+  void detach();
+
+  const UnitSpec& spec() const { return spec_; }
+  const std::string& name() const { return spec_.name; }
+  std::vector<Group>& groups() { return groups_; }
+  Residence residence() const { return residence_; }
+  bool is_trainable() const;
+  int64_t gathered_nbytes() const { return gathered_nbytes_; }
+  int64_t gradient_nbytes() const { return gradient_nbytes_; }
+  int64_t num_parameters() const;
+  /// This rank's part of a shard whose gradient it sums and whose norm it takes.
+  int64_t own_begin(const Group& g) const;
+  int64_t own_numel(const Group& g) const;
+
+  // Calls of the unit's modules that the scheduler counts.
+  int active_calls = 0;  // forwards running now
+  int open_calls = 0;    // calls of this pass whose backward is not over
+
+ private:
+  class Sink;
+
+  void make_views();
+  GradDst gradient_destination(size_t group, size_t placement);
+  void acquire_gradient_slot();
+  void zero_unwritten(Group& g);
+  void reduce_group(Group& g, const Event& ready, bool is_last, int64_t step);
+  bool writes_into_shard() const;
+
+  UnitSpec spec_;
+  const char* static_name_;  // for traces and the watchdog
+  Lanes& lanes_;
+  std::vector<Group> groups_;
+  Residence residence_;
+  bool keeps_full_grad_;
+  int64_t gathered_nbytes_ = 0, gradient_nbytes_ = 0;
+  SlotPool *gathered_pool_ = nullptr, *gradient_pool_ = nullptr;
+  Slot *gathered_slot_ = nullptr, *gradient_slot_ = nullptr;
+  Event is_gathered_;
+  bool is_unsharded_ = false, is_waited_ = false, is_stale_ = true;
+  bool has_full_grad_ = false;   // full_grad holds gradients of this backward (or step: kLast)
+  bool has_shard_grad_ = false;  // the gradient shard holds gradients of this step
+  bool is_direct_ = false;       // full_grad is the gradient shard itself
+  Event is_reduced_;
+};
+
+/// A copy of `text` that lives for ever (names for traces and the watchdog).
+const char* intern(const std::string& text);
+
+}  // namespace tessera::dist
