@@ -1,0 +1,113 @@
+#include <CLI/CLI.hpp>
+#include <cstdio>
+
+#include "apps/trainer.h"
+#include "core/files.h"
+#include "core/runtime/context.h"
+#include "nn/generate.h"
+
+namespace tessera::apps {
+namespace {
+
+void print(const std::string& text) {
+  std::fputs(text.c_str(), stdout);
+  std::fflush(stdout);
+}
+
+/// CONFIG and the overrides, which may stand on either side of it.
+Config parse_arguments(const std::vector<std::string>& arguments) {
+  std::string path;
+  std::vector<std::string> overrides;
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const std::string& argument = arguments[i];
+    if (argument.starts_with("--")) {
+      overrides.push_back(argument);
+      if (argument.find('=') == std::string::npos && i + 1 < arguments.size()) {
+        overrides.push_back(arguments[++i]);
+      }
+    } else if (path.empty()) {
+      path = argument;
+    } else {
+      throw ConfigError(
+          fmt::format("command line: {} and {}, expected one configuration file", path, argument));
+    }
+  }
+  if (path.empty() && overrides.empty()) {
+    throw ConfigError("command line: no arguments, expected CONFIG.toml (see --help)");
+  }
+  return load_config(path, overrides);
+}
+
+}  // namespace
+
+int train_command(const std::vector<std::string>& arguments, dist::World& world) {
+  for (const std::string& argument : arguments) {
+    if (argument != "--help" && argument != "-h") continue;
+    if (world.rank() == 0) {
+      print(
+          "tessera-train [CONFIG.toml] [--section.key=value ...]\n\n"
+          "Trains a language model on this process, or on all ranks of mpirun -n N.\n\n" +
+          config_help());
+    }
+    return 0;
+  }
+  Config config;
+  world.control().verdict([&] { config = parse_arguments(arguments); });
+  train(config, world);
+  return 0;
+}
+
+int generate_command(const std::vector<std::string>& arguments, dist::World& world) {
+  std::string checkpoint, prompt = "\n", device = "auto";
+  nn::GenerateOptions options;
+  options.num_tokens = 200;
+  options.sampling.temperature = 0.8;
+  int threads = 0;
+  CLI::App app("Continues a text with a model that tessera-train saved.", "tessera-generate");
+  app.add_option("--checkpoint", checkpoint, "output.dir of the training run")->required();
+  app.add_option("--prompt", prompt, "text to continue");
+  app.add_option("--tokens", options.num_tokens, "tokens to generate")
+      ->check(CLI::Range(int64_t{0}, int64_t{1} << 40));
+  app.add_option("--temperature", options.sampling.temperature, "0: the likeliest token")
+      ->check(CLI::Range(0.0, 1e6));
+  app.add_option("--top-k", options.sampling.top_k, "of the k likeliest tokens; 0: of all")
+      ->check(CLI::Range(int64_t{0}, int64_t{1} << 40));
+  app.add_option("--top-p", options.sampling.top_p, "of the likeliest with this sum")
+      ->check(CLI::Range(1e-9, 1.0));
+  app.add_option("--seed", options.sampling.seed, "of the sampling");
+  app.add_option("--device", device, "auto, cpu or cuda");
+  app.add_option("--threads", threads, "CPU threads; 0: all allowed processors")
+      ->check(CLI::Range(0, 4096));
+  std::vector<std::string> reversed(arguments.rbegin(), arguments.rend());  // as CLI11 wants them
+  try {
+    app.parse(reversed);
+  } catch (const CLI::CallForHelp&) {
+    if (world.rank() == 0) print(app.help());
+    return 0;
+  } catch (const CLI::ParseError& error) {
+    throw ConfigError(fmt::format("command line: {} (see --help)", error.what()));
+  }
+  ContextOptions context;
+  context.device = world.device(device);
+  context.num_threads = world.num_threads(threads);
+  const Context::Scope scope(std::make_shared<Context>(context));
+  const SavedModel saved = load_model(checkpoint);
+  if (saved.tokenizer == nullptr) {
+    throw InputError(
+        fmt::format("{}: no tokenizer.json, expected a model trained on text", checkpoint));
+  }
+  const std::vector<int32_t> ids = saved.tokenizer->encode(prompt);
+  if (ids.empty()) throw ConfigError("command line: --prompt is empty, expected some text");
+  const bool prints = world.rank() == 0;
+  if (prints) print(prompt);
+  // A token may be a part of a character; what arrives is complete in the end.
+  options.on_token = [&](int32_t id) {
+    if (prints) print(saved.tokenizer->decode({id}));
+    return true;
+  };
+  nn::generate(*saved.model, ids, options);
+  if (prints) print("\n");
+  return 0;
+}
+
+}  // namespace tessera::apps

@@ -1,0 +1,586 @@
+#include "apps/config.h"
+
+#include <fmt/ranges.h>
+#include <toml++/toml.h>
+
+#include <algorithm>
+#include <charconv>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <limits>
+#include <numeric>
+#include <optional>
+#include <sstream>
+
+namespace tessera::apps {
+namespace {
+
+constexpr double kMaxCount = 1e12;
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+// Names that the design has and this version lacks: their users get told so, not "unknown".
+constexpr std::string_view kPlannedStrategies[] = {"shard_grad_op", "shard_optim", "hybrid_shard",
+                                                   "hybrid_shard_zero2"};
+
+std::string section_of(std::string_view key) {
+  const size_t dot = key.find('.');
+  return std::string(dot == std::string_view::npos ? "" : key.substr(0, dot));
+}
+
+std::string number_text(double value) {
+  std::string text = fmt::format("{}", value);
+  const bool is_integer = text.find_first_not_of("-0123456789") == std::string::npos;
+  return is_integer ? text + ".0" : text;
+}
+
+std::string quote(std::string_view text) {
+  std::string out = "\"";
+  for (const char c : text) {
+    switch (c) {
+      case '"':
+        out += "\\\"";
+        break;
+      case '\\':
+        out += "\\\\";
+        break;
+      case '\n':
+        out += "\\n";
+        break;
+      case '\t':
+        out += "\\t";
+        break;
+      case '\r':
+        out += "\\r";
+        break;
+      default:
+        if (static_cast<unsigned char>(c) < 0x20 || c == 0x7f) {
+          out += fmt::format("\\u{:04x}", static_cast<unsigned>(c));
+        } else {
+          out += c;
+        }
+    }
+  }
+  return out + '"';
+}
+
+std::string value_text(const Field& field) {
+  return std::visit(
+      [](const auto* value) -> std::string {
+        using T = std::remove_cvref_t<decltype(*value)>;
+        if constexpr (std::is_same_v<T, std::string>)
+          return quote(*value);
+        else if constexpr (std::is_same_v<T, double>)
+          return number_text(*value);
+        else
+          return fmt::format("{}", *value);
+      },
+      field.value);
+}
+
+bool is_integer(const Field& field) {
+  return std::holds_alternative<int64_t*>(field.value);
+}
+
+std::string range_text(const Field& field) {
+  const Range& r = field.range;
+  const auto end = [&](double value) {
+    if (is_integer(field)) return fmt::format("{:.0f}", value);
+    return fmt::format("{}", value);
+  };
+  if (r.high == kInfinity || r.high == kMaxCount) {
+    return fmt::format("{} {}", r.low_open ? ">" : ">=", end(r.low));
+  }
+  return fmt::format("in {}{}, {}{}", r.low_open ? '(' : '[', end(r.low), end(r.high),
+                     r.high_open ? ')' : ']');
+}
+
+/// What a field accepts, for messages and --help.
+std::string expected_text(const Field& field) {
+  if (std::holds_alternative<bool*>(field.value)) return "true or false";
+  if (std::holds_alternative<std::string*>(field.value)) {
+    return field.choices.empty() ? "a string"
+                                 : fmt::format("one of {}", fmt::join(field.choices, ", "));
+  }
+  return fmt::format("{} {}", is_integer(field) ? "an integer" : "a number", range_text(field));
+}
+
+[[noreturn]] void fail_value(const Field& field, const std::string& found,
+                             const std::string& where) {
+  throw ConfigError(
+      fmt::format("{}: {} = {}, expected {}", where, field.key, found, expected_text(field)));
+}
+
+void check_range(const Field& field, double value, const std::string& found,
+                 const std::string& where) {
+  const Range& r = field.range;
+  const bool low = r.low_open ? value > r.low : value >= r.low;
+  const bool high = r.high_open ? value < r.high : value <= r.high;
+  if (!(low && high)) fail_value(field, found, where);  // NaN fails both
+}
+
+void set_string(const Field& field, const std::string& value, const std::string& where) {
+  const auto& choices = field.choices;
+  if (!choices.empty() && std::find(choices.begin(), choices.end(), value) == choices.end()) {
+    if (field.key == "fsdp.strategy" &&
+        std::find(std::begin(kPlannedStrategies), std::end(kPlannedStrategies), value) !=
+            std::end(kPlannedStrategies)) {
+      throw ConfigError(fmt::format("{}: {} = {} is not available yet, expected one of {}", where,
+                                    field.key, quote(value), fmt::join(choices, ", ")));
+    }
+    throw ConfigError(fmt::format("{}: {} = {}, expected {} (nearest: {})", where, field.key,
+                                  quote(value), expected_text(field),
+                                  nearest_name(value, choices)));
+  }
+  *std::get<std::string*>(field.value) = value;
+}
+
+std::string found_text(const toml::node& node) {
+  if (const auto text = node.value_exact<std::string>()) return quote(*text);
+  if (!node.is_value()) return node.is_array() ? "an array" : "a table";
+  std::ostringstream text;
+  text << toml::node_view<const toml::node>(node);
+  return text.str();
+}
+
+void set_from_toml(const Field& field, const toml::node& node, const std::string& where) {
+  const std::string found = found_text(node);
+  if (auto* const* flag = std::get_if<bool*>(&field.value)) {
+    if (!node.is_boolean()) fail_value(field, found, where);
+    **flag = *node.value<bool>();
+  } else if (auto* const* integer = std::get_if<int64_t*>(&field.value)) {
+    if (!node.is_integer()) fail_value(field, found, where);
+    const int64_t value = *node.value<int64_t>();
+    check_range(field, static_cast<double>(value), found, where);
+    **integer = value;
+  } else if (auto* const* number = std::get_if<double*>(&field.value)) {
+    if (!node.is_number()) fail_value(field, found, where);
+    const double value = *node.value<double>();
+    check_range(field, value, found, where);
+    **number = value;
+  } else {
+    if (!node.is_string()) fail_value(field, found, where);
+    set_string(field, *node.value<std::string>(), where);
+  }
+}
+
+template <class T>
+std::optional<T> parse_number(const std::string& text) {
+  T value{};
+  const char* end = text.data() + text.size();
+  const auto [stop, error] = std::from_chars(text.data(), end, value);
+  if (error != std::errc() || stop != end || text.empty()) return std::nullopt;
+  return value;
+}
+
+void set_from_text(const Field& field, const std::string& text, const std::string& where) {
+  if (auto* const* flag = std::get_if<bool*>(&field.value)) {
+    if (text != "true" && text != "false") fail_value(field, quote(text), where);
+    **flag = text == "true";
+  } else if (auto* const* integer = std::get_if<int64_t*>(&field.value)) {
+    const auto value = parse_number<int64_t>(text);
+    if (!value) fail_value(field, quote(text), where);
+    check_range(field, static_cast<double>(*value), text, where);
+    **integer = *value;
+  } else if (auto* const* number = std::get_if<double*>(&field.value)) {
+    const auto value = parse_number<double>(text);
+    if (!value) fail_value(field, quote(text), where);
+    check_range(field, *value, text, where);
+    **number = *value;
+  } else {
+    set_string(field, text, where);
+  }
+}
+
+const Field& find_field(std::span<const Field> fields, std::string_view key,
+                        const std::string& where) {
+  std::vector<std::string_view> names;
+  for (const Field& field : fields) {
+    if (field.key == key) return field;
+    names.push_back(field.key);
+  }
+  throw ConfigError(fmt::format("{}: unknown key {}, expected a known one (nearest: {})", where,
+                                key, nearest_name(key, names)));
+}
+
+void apply_toml(std::span<const Field> fields, const toml::table& table, const std::string& prefix,
+                const std::string& name, Config& config) {
+  std::vector<std::string> sections;
+  for (const Field& field : fields) sections.push_back(section_of(field.key));
+  for (const auto& [toml_key, node] : table) {
+    const std::string key = prefix + std::string(toml_key.str());
+    const std::string where = fmt::format("{}:{}", name, toml_key.source().begin.line);
+    const bool is_section =
+        prefix.empty() && std::find(sections.begin(), sections.end(), key) != sections.end();
+    if (is_section) {
+      if (!node.is_table()) {
+        throw ConfigError(fmt::format("{}: {} is a section, expected [{}]", where, key, key));
+      }
+      apply_toml(fields, *node.as_table(), key + ".", name, config);
+      continue;
+    }
+    if (prefix.empty() && node.is_table()) {
+      const std::vector<std::string_view> names(sections.begin(), sections.end());
+      throw ConfigError(fmt::format("{}: unknown section [{}], expected a known one (nearest: {})",
+                                    where, key, nearest_name(key, names)));
+    }
+    const Field& field = find_field(fields, key, where);
+    set_from_toml(field, node, where);
+    config.origins.insert_or_assign(key, where);
+  }
+}
+
+void apply_overrides(std::span<const Field> fields, std::span<const std::string> overrides,
+                     Config& config) {
+  const std::string where = "command line";
+  for (size_t i = 0; i < overrides.size(); ++i) {
+    const std::string& argument = overrides[i];
+    if (!argument.starts_with("--")) {
+      throw ConfigError(
+          fmt::format("{}: {}, expected --section.key=value", where, quote(argument)));
+    }
+    const size_t equals = argument.find('=');
+    const std::string key = argument.substr(2, equals == std::string::npos ? equals : equals - 2);
+    const Field& field = find_field(fields, key, where);
+    if (equals == std::string::npos && i + 1 == overrides.size()) {
+      throw ConfigError(
+          fmt::format("{}: --{} without a value, expected {}", where, key, expected_text(field)));
+    }
+    set_from_text(field, equals == std::string::npos ? overrides[++i] : argument.substr(equals + 1),
+                  where);
+    config.origins.insert_or_assign(key, where);
+  }
+}
+
+/// ConfigError at the place where `key` was set.
+template <class... Args>
+[[noreturn]] void fail_at(const Config& config, std::string_view key,
+                          fmt::format_string<Args...> format, Args&&... args) {
+  throw ConfigError(
+      fmt::format("{}: {}", config.origin(key), fmt::format(format, std::forward<Args>(args)...)));
+}
+
+void check_model(const Config& config) {
+  const ModelConfig& m = config.model;
+  if (m.head_width == 0 && m.width % m.heads != 0) {
+    fail_at(config, "model.width", "model.width = {}, expected a multiple of model.heads = {}",
+            m.width, m.heads);
+  }
+  if (m.kv_heads != 0 && m.heads % m.kv_heads != 0) {
+    fail_at(config, "model.kv_heads", "model.kv_heads = {}, expected a divisor of model.heads = {}",
+            m.kv_heads, m.heads);
+  }
+  if (m.kind == "gpt2") {
+    if (m.kv_heads != 0 && m.kv_heads != m.heads) {
+      fail_at(config, "model.kv_heads",
+              "model.kv_heads = {}, expected model.heads = {} for kind gpt2", m.kv_heads, m.heads);
+    }
+    if (m.head_width != 0) {
+      fail_at(config, "model.head_width", "model.head_width = {}, expected 0 for kind gpt2",
+              m.head_width);
+    }
+    if (m.qk_norm || m.qkv_bias) {
+      fail_at(config, m.qk_norm ? "model.qk_norm" : "model.qkv_bias",
+              "model.{} = true, expected false for kind gpt2", m.qk_norm ? "qk_norm" : "qkv_bias");
+    }
+  } else {
+    const int64_t head_width = m.head_width == 0 ? m.width / m.heads : m.head_width;
+    if (head_width % 2 != 0) {
+      fail_at(config, m.head_width == 0 ? "model.width" : "model.head_width",
+              "head width {}, expected an even one (rotary positions)", head_width);
+    }
+    if (m.dropout != 0) {
+      fail_at(config, "model.dropout", "model.dropout = {}, expected 0 for kind llama", m.dropout);
+    }
+  }
+}
+
+void check_data(const Config& config) {
+  const DataConfig& d = config.data;
+  if (d.text.empty() == d.tokens.empty()) {
+    throw ConfigError(fmt::format("data: {}, expected one of --data.text=FILE, --data.tokens=GLOB",
+                                  d.text.empty() ? "no data given" : "both text and tokens given"));
+  }
+  if (!d.text.empty() && !d.val_tokens.empty()) {
+    fail_at(config, "data.val_tokens", "data.val_tokens with data.text, expected data.tokens");
+  }
+  if (!d.tokens.empty() && config.model.vocab == 0) {
+    fail_at(config, "data.tokens",
+            "data.tokens without a vocabulary, expected model.vocab to be set");
+  }
+}
+
+void check_schedule(const Config& config) {
+  const OptimConfig& o = config.optim;
+  if (o.final_lr > o.lr) {
+    fail_at(config, "optim.final_lr", "optim.final_lr = {}, expected at most optim.lr = {}",
+            o.final_lr, o.lr);
+  }
+  if (o.warmup_steps > config.train.steps) {
+    fail_at(config, "optim.warmup_steps",
+            "optim.warmup_steps = {}, expected at most train.steps = {}", o.warmup_steps,
+            config.train.steps);
+  }
+  const TrainConfig& t = config.train;
+  if (t.global_batch % t.micro_batch != 0) {
+    fail_at(config, "train.global_batch",
+            "train.global_batch = {}, expected a multiple of train.micro_batch = {}",
+            t.global_batch, t.micro_batch);
+  }
+  if (t.global_batch != 0 && t.grad_accum_steps != 1) {
+    fail_at(config, "train.grad_accum_steps",
+            "train.grad_accum_steps = {}, expected it left out where train.global_batch is set",
+            t.grad_accum_steps);
+  }
+}
+
+size_t edit_distance(std::string_view a, std::string_view b) {
+  std::vector<size_t> row(b.size() + 1);
+  std::iota(row.begin(), row.end(), size_t{0});
+  for (size_t i = 1; i <= a.size(); ++i) {
+    size_t diagonal = row[0];
+    row[0] = i;
+    for (size_t j = 1; j <= b.size(); ++j) {
+      const size_t substituted = diagonal + (a[i - 1] != b[j - 1]);
+      diagonal = row[j];
+      row[j] = std::min({row[j] + 1, row[j - 1] + 1, substituted});
+    }
+  }
+  return row.back();
+}
+
+}  // namespace
+
+const std::string& Config::origin(std::string_view key) const {
+  static const std::string kDefault = "default";
+  const auto found = origins.find(key);
+  return found == origins.end() ? kDefault : found->second;
+}
+
+std::vector<Field> config_fields(Config& c) {
+  const Range any{-kInfinity, kInfinity}, fraction{0, 1, false, true};
+  const auto from = [](double low) { return Range{low, kMaxCount}; };
+  const Range positive{0, kInfinity, true, true}, not_negative{0, kInfinity, false, true};
+  return {
+      {"device", &c.device, any, {"auto", "cpu", "cuda"}, "where to compute"},
+
+      {"model.kind", &c.model.kind, any, {"gpt2", "llama"}, "architecture"},
+      {"model.layers", &c.model.layers, {1, 10000}, {}, "transformer blocks"},
+      {"model.heads", &c.model.heads, {1, 4096}, {}, "attention heads"},
+      {"model.kv_heads", &c.model.kv_heads, {0, 4096}, {}, "key/value heads; 0: as heads"},
+      {"model.head_width",
+       &c.model.head_width,
+       {0, 65536},
+       {},
+       "llama: features of a head; 0: width / heads"},
+      {"model.width", &c.model.width, {1, 1048576}, {}, "features of a token"},
+      {"model.ffn",
+       &c.model.ffn,
+       {0, 16777216},
+       {},
+       "hidden width of the MLP; 0: 4 x width (gpt2), 8/3 x width up to a multiple of 64 (llama)"},
+      {"model.context", &c.model.context, {1, 16777216}, {}, "tokens of a training sample"},
+      {"model.vocab",
+       &c.model.vocab,
+       {0, 2147483647},
+       {},
+       "size of the vocabulary; 0: the tokenizer's"},
+      {"model.tied", &c.model.tied, any, {}, "output head shares the embedding's weight"},
+      {"model.bias", &c.model.bias, any, {}, "gpt2: biases in linear and norm layers"},
+      {"model.qkv_bias", &c.model.qkv_bias, any, {}, "llama: biases of query, key, value (Qwen2)"},
+      {"model.qk_norm", &c.model.qk_norm, any, {}, "llama: norms of query and key (Qwen3)"},
+      {"model.gelu", &c.model.gelu, any, {"tanh", "exact"}, "gpt2: form of the GELU"},
+      {"model.rope_theta", &c.model.rope_theta, positive, {}, "llama: base of rotary angles"},
+      {"model.norm_eps", &c.model.norm_eps, positive, {}, "epsilon of the norms"},
+      {"model.dropout", &c.model.dropout, fraction, {}, "gpt2: dropout probability"},
+
+      {"data.text", &c.data.text, any, {}, "a text file to train on"},
+      {"data.tokens",
+       &c.data.tokens,
+       any,
+       {},
+       "token shards (.bin format of llm.c), a glob such as 'data/train_*.bin'"},
+      {"data.val_tokens",
+       &c.data.val_tokens,
+       any,
+       {},
+       "token shards for validation; empty: the end of data.tokens"},
+      {"data.tokenizer", &c.data.tokenizer, any, {"byte", "char"}, "tokens of data.text"},
+      {"data.val_fraction", &c.data.val_fraction, fraction, {}, "the end of the data kept back"},
+      {"data.separator",
+       &c.data.separator,
+       {-1, 2147483647},
+       {},
+       "token that ends a document and begins the next: attention stays inside; -1: none"},
+      {"data.restart_positions",
+       &c.data.restart_positions,
+       any,
+       {},
+       "positions count from the start of the document"},
+
+      {"train.steps", &c.train.steps, from(1), {}, "optimizer steps"},
+      {"train.micro_batch", &c.train.micro_batch, {1, 1048576}, {}, "samples a rank and pass"},
+      {"train.grad_accum_steps", &c.train.grad_accum_steps, {1, 1048576}, {}, "passes a step"},
+      {"train.global_batch",
+       &c.train.global_batch,
+       from(0),
+       {},
+       "samples a step over all ranks, sets grad_accum_steps; 0: micro_batch x passes x ranks"},
+      {"train.seed", &c.train.seed, from(0), {}, "of initialization, data order and dropout"},
+      {"train.eval_every", &c.train.eval_every, from(0), {}, "steps; 0: only after the last"},
+      {"train.eval_batches",
+       &c.train.eval_batches,
+       from(0),
+       {},
+       "micro-batches a rank and evaluation; 0: the whole validation split"},
+      {"train.log_every", &c.train.log_every, from(1), {}, "steps a printed line"},
+      {"train.threads",
+       &c.train.threads,
+       {0, 4096},
+       {},
+       "CPU threads a rank; 0: the allowed processors over the ranks of the node"},
+      {"train.max_minutes", &c.train.max_minutes, not_negative, {}, "stop after; 0: no limit"},
+
+      {"sample.tokens", &c.sample.tokens, from(0), {}, "tokens to generate after training"},
+      {"sample.prompt", &c.sample.prompt, any, {}, "text to continue"},
+      {"sample.temperature", &c.sample.temperature, not_negative, {}, "0: the likeliest token"},
+      {"sample.top_k", &c.sample.top_k, from(0), {}, "of the k likeliest tokens; 0: of all"},
+      {"sample.top_p", &c.sample.top_p, {0, 1, true, false}, {}, "of the likeliest with this sum"},
+
+      {"optim.name", &c.optim.name, any, {"adamw", "sgd"}, "optimizer"},
+      {"optim.lr", &c.optim.lr, not_negative, {}, "peak learning rate"},
+      {"optim.final_lr", &c.optim.final_lr, not_negative, {}, "learning rate at the last step"},
+      {"optim.warmup_steps", &c.optim.warmup_steps, from(0), {}, "linear rise from 0 to lr"},
+      {"optim.decay_steps",
+       &c.optim.decay_steps,
+       from(0),
+       {},
+       "wsd: steps of the decay at the end; 0: a fifth of train.steps"},
+      {"optim.schedule",
+       &c.optim.schedule,
+       any,
+       {"constant", "linear", "cosine", "wsd"},
+       "learning rate after the warm-up"},
+      {"optim.beta1", &c.optim.beta1, fraction, {}, "adamw: decay of the first moment"},
+      {"optim.beta2", &c.optim.beta2, fraction, {}, "adamw: decay of the second moment"},
+      {"optim.eps", &c.optim.eps, positive, {}, "adamw: epsilon"},
+      {"optim.momentum", &c.optim.momentum, fraction, {}, "sgd: momentum"},
+      {"optim.weight_decay",
+       &c.optim.weight_decay,
+       not_negative,
+       {},
+       "decoupled decay of matrices (not of norms and biases)"},
+      {"optim.clip", &c.optim.clip, not_negative, {}, "largest gradient norm; 0: no clipping"},
+
+      {"fsdp.strategy",
+       &c.fsdp.strategy,
+       any,
+       {"full_shard", "no_shard"},
+       "what is sharded over ranks"},
+      {"fsdp.wrap", &c.fsdp.wrap, any, {"transformer_block"}, "what makes a unit"},
+
+      {"precision.param_dtype",
+       &c.precision.param_dtype,
+       any,
+       {"f32", "bf16"},
+       "dtype of gathered parameters and activations (masters are f32)"},
+      {"precision.reduce_dtype",
+       &c.precision.reduce_dtype,
+       any,
+       {"f32", "bf16"},
+       "dtype of gradients"},
+
+      {"recompute.policy",
+       &c.recompute.policy,
+       any,
+       {"none", "full", "every_n"},
+       "blocks whose activations are computed again in backward"},
+      {"recompute.every_n", &c.recompute.every_n, from(1), {}, "policy every_n: every n-th block"},
+
+      {"memory.limit", &c.memory.limit, any, {}, "of the device, such as \"2GiB\"; none"},
+      {"output.dir", &c.output.dir, any, {}, "where metrics, status and the model go"},
+      {"output.peak_tflops",
+       &c.output.peak_tflops,
+       not_negative,
+       {},
+       "peak of one rank's device, for MFU in the log; 0: no MFU"},
+      {"dist.timeout", &c.dist.timeout, positive, {}, "seconds until a collective counts as hung"},
+      {"debug.poison", &c.debug.poison, any, {}, "fill freed memory with NaN"},
+      {"debug.order_check", &c.debug.order_check, any, {}, "check the order of memory accesses"},
+  };
+}
+
+void check_config(const Config& config) {
+  check_model(config);
+  check_data(config);
+  check_schedule(config);
+}
+
+Config parse_config(std::string_view text, const std::string& name,
+                    std::span<const std::string> overrides) {
+  Config config;
+  const std::vector<Field> fields = config_fields(config);
+  toml::table table;
+  try {
+    table = toml::parse(text, name);
+  } catch (const toml::parse_error& error) {
+    throw ConfigError(
+        fmt::format("{}:{}: {}", name, error.source().begin.line, error.description()));
+  }
+  apply_toml(fields, table, "", name, config);
+  apply_overrides(fields, overrides, config);
+  check_config(config);
+  return config;
+}
+
+Config load_config(const std::string& path, std::span<const std::string> overrides) {
+  if (path.empty()) return parse_config("", "", overrides);
+  std::ifstream file;
+  if (std::filesystem::is_regular_file(path)) file.open(path, std::ios::binary);
+  const std::string text{std::istreambuf_iterator<char>(file), {}};
+  if (!file.is_open() || file.bad()) {
+    throw ConfigError(fmt::format("{}: cannot be read, expected a TOML file", path));
+  }
+  return parse_config(text, path, overrides);
+}
+
+std::string dump_config(const Config& config) {
+  Config copy = config;
+  std::string out, section;
+  for (const Field& field : config_fields(copy)) {
+    const std::string own = section_of(field.key);
+    if (own != section) {
+      out += fmt::format("\n[{}]\n", own);
+      section = own;
+    }
+    const std::string_view name = own.empty() ? field.key : field.key.substr(own.size() + 1);
+    out += fmt::format("{} = {}\n", name, value_text(field));
+  }
+  return out;
+}
+
+std::string config_help() {
+  Config config;
+  std::string out;
+  for (const Field& field : config_fields(config)) {
+    const std::string expected = expected_text(field);
+    out += fmt::format("  --{:<24} {}\n  {:<26} {}; default {}\n", field.key, field.doc, "",
+                       expected, value_text(field));
+  }
+  return out;
+}
+
+std::string_view nearest_name(std::string_view word, std::span<const std::string_view> candidates) {
+  std::string_view best;
+  size_t best_distance = std::numeric_limits<size_t>::max();
+  for (const std::string_view candidate : candidates) {
+    const size_t distance = edit_distance(word, candidate);
+    if (distance < best_distance) {
+      best = candidate;
+      best_distance = distance;
+    }
+  }
+  return best;
+}
+
+}  // namespace tessera::apps

@@ -1,0 +1,132 @@
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <span>
+#include <string>
+#include <string_view>
+#include <variant>
+#include <vector>
+
+#include "core/check.h"
+
+// Configuration of a training run: TOML with strict keys. Every key is described once, in
+// `config_fields`; parsing, ranges, --help, the printed form and the checks all read that table.
+
+namespace tessera::apps {
+
+struct ModelConfig {
+  std::string kind = "llama";
+  int64_t layers = 4, heads = 4, kv_heads = 0, head_width = 0, width = 128, ffn = 0;
+  int64_t context = 64, vocab = 0;
+  std::string gelu = "tanh";
+  bool tied = true, bias = true, qkv_bias = false, qk_norm = false;
+  double rope_theta = 10000, norm_eps = 1e-5, dropout = 0;
+};
+struct DataConfig {
+  std::string text, tokens, val_tokens, tokenizer = "byte";
+  double val_fraction = 0.1;
+  int64_t separator = -1;
+  bool restart_positions = false;
+};
+struct TrainConfig {
+  int64_t steps = 1000, micro_batch = 8, grad_accum_steps = 1, global_batch = 0, seed = 1;
+  int64_t eval_every = 0, eval_batches = 0, log_every = 1, threads = 0;
+  double max_minutes = 0;
+};
+struct SampleConfig {
+  int64_t tokens = 0, top_k = 0;
+  std::string prompt = "\n";
+  double temperature = 0.8, top_p = 1;
+};
+struct OptimConfig {
+  std::string name = "adamw", schedule = "cosine";
+  double lr = 1e-3, final_lr = 1e-4, beta1 = 0.9, beta2 = 0.95, eps = 1e-8, weight_decay = 0.1;
+  double momentum = 0.9, clip = 1.0;
+  int64_t warmup_steps = 0, decay_steps = 0;
+};
+struct FsdpConfig {
+  std::string strategy = "full_shard", wrap = "transformer_block";
+};
+struct PrecisionConfig {
+  std::string param_dtype = "f32", reduce_dtype = "f32";
+};
+struct RecomputeConfig {
+  std::string policy = "none";
+  int64_t every_n = 2;
+};
+struct MemoryConfig {
+  std::string limit = "none";
+};
+struct OutputConfig {
+  std::string dir = "out/run";
+  double peak_tflops = 0;
+};
+struct DistConfig {
+  double timeout = 600;
+};
+struct DebugConfig {
+  bool poison = false, order_check = false;
+};
+
+struct Config {
+  std::string device = "auto";
+  ModelConfig model;
+  DataConfig data;
+  TrainConfig train;
+  SampleConfig sample;
+  OptimConfig optim;
+  FsdpConfig fsdp;
+  PrecisionConfig precision;
+  RecomputeConfig recompute;
+  MemoryConfig memory;
+  OutputConfig output;
+  DistConfig dist;
+  DebugConfig debug;
+
+  /// Where a key was set: "configs/a.toml:12" or "command line"; "default" if nowhere.
+  const std::string& origin(std::string_view key) const;
+  std::map<std::string, std::string, std::less<>> origins;
+};
+
+/// Allowed numbers: from `low` to `high`, ends included unless open.
+struct Range {
+  double low, high;
+  bool low_open = false, high_open = false;
+};
+
+/// One key: where its value lives, what it may be, and its line of --help.
+struct Field {
+  std::string_view key;  ///< "model.layers"
+  std::variant<bool*, int64_t*, double*, std::string*> value;
+  Range range;                            ///< numbers
+  std::vector<std::string_view> choices;  ///< strings; empty: any
+  std::string_view doc;
+};
+
+/// The table of all keys, in the order in which they are printed.
+std::vector<Field> config_fields(Config& config);
+
+/// The configuration of a TOML file ("" for none) with overrides `--section.key=value` or
+/// `--section.key value`, checked. ConfigError, with key, place and what is allowed, for an unknown
+/// key (it names the nearest one), a wrong type, a value out of range, a key given twice in the
+/// file, and values that contradict each other.
+Config load_config(const std::string& path, std::span<const std::string> overrides = {});
+
+/// The same from text; `name` stands for the file in messages.
+Config parse_config(std::string_view toml, const std::string& name,
+                    std::span<const std::string> overrides = {});
+
+/// Contradictions between keys; called by the two above.
+void check_config(const Config& config);
+
+/// The whole configuration as TOML that `load_config` reads to the same values.
+std::string dump_config(const Config& config);
+
+/// All keys with defaults, ranges and meaning, for --help.
+std::string config_help();
+
+/// The candidate with the smallest edit distance to `word`.
+std::string_view nearest_name(std::string_view word, std::span<const std::string_view> candidates);
+
+}  // namespace tessera::apps

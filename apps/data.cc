@@ -1,0 +1,309 @@
+#include "apps/data.h"
+
+#include <glob.h>
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+
+namespace tessera::apps {
+namespace {
+
+constexpr int kHeaderInts = 256;
+constexpr int64_t kHeaderNbytes = kHeaderInts * 4;
+constexpr int32_t kMagicU16 = 20240520, kVersionU16 = 1;
+constexpr int32_t kMagicU32 = 20240801, kVersionU32 = 7;
+
+std::vector<std::string> files_of_glob(const char* key, const std::string& pattern) {
+  ::glob_t found{};
+  const int status = ::glob(pattern.c_str(), 0, nullptr, &found);  // sorted
+  std::vector<std::string> paths(found.gl_pathv, found.gl_pathv + found.gl_pathc);
+  ::globfree(&found);
+  if (status != 0 || paths.empty()) {
+    throw InputError(fmt::format("{} = {}: no file matches, expected token shards", key, pattern));
+  }
+  return paths;
+}
+
+Corpus load_shards(const char* key, const std::string& pattern) {
+  Corpus corpus;
+  for (const std::string& path : files_of_glob(key, pattern)) {
+    corpus.shards.push_back(load_token_shard(path));
+  }
+  return corpus;
+}
+
+/// The corpus in two: the first `num_tokens` and the rest.
+std::pair<Corpus, Corpus> split_corpus(const Corpus& corpus, int64_t num_tokens) {
+  std::pair<Corpus, Corpus> parts;
+  for (const TokenArray& shard : corpus.shards) {
+    const int64_t here = std::min(shard.num_tokens(), num_tokens);
+    if (here > 0) parts.first.shards.push_back(shard.slice(0, here));
+    if (here < shard.num_tokens()) {
+      parts.second.shards.push_back(shard.slice(here, shard.num_tokens() - here));
+    }
+    num_tokens -= here;
+  }
+  return parts;
+}
+
+TokenArray load_text(const Config& config, std::shared_ptr<Tokenizer>& tokenizer) {
+  const auto file = std::make_shared<MappedFile>(config.data.text);
+  if (file->nbytes() == 0) {
+    throw InputError(fmt::format("{}: 0 bytes, expected a text to train on", config.data.text));
+  }
+  if (config.data.tokenizer == "byte") {
+    tokenizer = make_byte_tokenizer();
+    return TokenArray(file, file->data(), 1, file->nbytes(), config.data.text);
+  }
+  try {
+    tokenizer = make_char_tokenizer(file->text());
+  } catch (const InputError& error) {
+    throw InputError(fmt::format("{}: {}", config.data.text, error.what()));
+  }
+  return TokenArray(tokenizer->encode(file->text()), config.data.text);
+}
+
+/// Where the windows of each shard begin in one numbering, and their total.
+template <class F>
+std::vector<int64_t> number_samples(const Corpus& corpus, F&& num_samples_of) {
+  std::vector<int64_t> first{0};
+  for (const TokenArray& shard : corpus.shards)
+    first.push_back(first.back() + num_samples_of(shard));
+  return first;
+}
+
+size_t shard_of(const std::vector<int64_t>& first_sample, int64_t sample) {
+  const auto after = std::upper_bound(first_sample.begin(), first_sample.end(), sample);
+  return static_cast<size_t>(after - first_sample.begin()) - 1;
+}
+
+int32_t checked_id(const TokenArray& shard, int64_t i, int64_t vocab_size) {
+  const int64_t id = shard[i];
+  if (id >= vocab_size) {
+    throw InputError(fmt::format("{}: token {} is {}, expected one below the vocabulary's size {}",
+                                 shard.name(), i, id, vocab_size));
+  }
+  return static_cast<int32_t>(id);
+}
+
+Batch make_batch(int64_t B, const SampleOptions& options) {
+  Batch batch;
+  batch.B = B;
+  batch.T = options.context;
+  const size_t numel = static_cast<size_t>(B * options.context);
+  batch.inputs.assign(numel, 0);
+  batch.targets.assign(numel, kIgnoredTarget);
+  if (options.separator >= 0) {
+    batch.document_starts.assign(numel, 0);
+    if (options.restart_positions) batch.positions.assign(numel, 0);
+  }
+  return batch;
+}
+
+/// Row `row` from the tokens at `begin`, as many as there are.
+void fill_row(Batch& batch, int64_t row, const TokenArray& shard, int64_t begin,
+              const SampleOptions& options) {
+  const size_t offset = static_cast<size_t>(row * batch.T);
+  const int64_t length = std::min(batch.T, shard.num_tokens() - 1 - begin);
+  int32_t next = checked_id(shard, begin, options.vocab_size);
+  for (int64_t t = 0; t < length; ++t) {
+    batch.inputs[offset + static_cast<size_t>(t)] = next;
+    next = checked_id(shard, begin + t + 1, options.vocab_size);
+    batch.targets[offset + static_cast<size_t>(t)] = next;
+  }
+  batch.num_valid += length;
+  if (options.separator < 0) return;
+  int32_t start = 0;
+  for (int64_t t = 0; t < batch.T; ++t) {
+    const size_t i = offset + static_cast<size_t>(t);
+    if (batch.inputs[i] == options.separator && t < length) start = static_cast<int32_t>(t);
+    batch.document_starts[i] = start;
+    if (options.restart_positions) batch.positions[i] = static_cast<int32_t>(t) - start;
+  }
+}
+
+}  // namespace
+
+TokenArray::TokenArray(std::shared_ptr<const void> owner, const void* data, int bytes_per_token,
+                       int64_t num_tokens, std::string name)
+    : owner_(std::move(owner)),
+      data_(static_cast<const uint8_t*>(data)),
+      bytes_per_token_(bytes_per_token),
+      num_tokens_(num_tokens),
+      name_(std::move(name)) {}
+
+TokenArray::TokenArray(const std::vector<int32_t>& ids, std::string name)
+    : num_tokens_(static_cast<int64_t>(ids.size())), name_(std::move(name)) {
+  const int32_t largest = ids.empty() ? 0 : *std::max_element(ids.begin(), ids.end());
+  const auto keep = [&]<class T>(T) {
+    auto copy = std::make_shared<std::vector<T>>(ids.begin(), ids.end());
+    data_ = reinterpret_cast<const uint8_t*>(copy->data());
+    bytes_per_token_ = sizeof(T);
+    owner_ = std::move(copy);
+  };
+  if (largest < 256)
+    keep(uint8_t{});
+  else if (largest < 65536)
+    keep(uint16_t{});
+  else
+    keep(uint32_t{});
+}
+
+int64_t TokenArray::operator[](int64_t i) const {
+  const uint8_t* p = data_ + i * bytes_per_token_;
+  if (bytes_per_token_ == 1) return *p;
+  if (bytes_per_token_ == 2) {
+    uint16_t value;
+    std::memcpy(&value, p, sizeof(value));
+    return value;
+  }
+  uint32_t value;
+  std::memcpy(&value, p, sizeof(value));
+  return value;
+}
+
+TokenArray TokenArray::slice(int64_t begin, int64_t num_tokens) const {
+  return TokenArray(owner_, data_ + begin * bytes_per_token_, bytes_per_token_, num_tokens, name_);
+}
+
+TokenArray load_token_shard(const std::string& path) {
+  const auto file = std::make_shared<MappedFile>(path);
+  if (file->nbytes() < kHeaderNbytes) {
+    throw InputError(fmt::format("{}: {} bytes, expected a token shard with a header of {} bytes",
+                                 path, file->nbytes(), kHeaderNbytes));
+  }
+  int32_t header[3];
+  std::memcpy(header, file->data(), sizeof(header));
+  const bool is_u16 = header[0] == kMagicU16;
+  if (!is_u16 && header[0] != kMagicU32) {
+    throw InputError(
+        fmt::format("{}: magic {}, expected {} (uint16 tokens) or {} (uint32 tokens); a stream of "
+                    "tokens without the header of llm.c is not accepted",
+                    path, header[0], kMagicU16, kMagicU32));
+  }
+  const int32_t version = is_u16 ? kVersionU16 : kVersionU32;
+  if (header[1] != version) {
+    throw InputError(fmt::format("{}: version {}, expected {}", path, header[1], version));
+  }
+  const int bytes_per_token = is_u16 ? 2 : 4;
+  const int64_t num_tokens = header[2];
+  const int64_t expected = kHeaderNbytes + num_tokens * bytes_per_token;
+  if (num_tokens < 0 || file->nbytes() != expected) {
+    throw InputError(
+        fmt::format("{}: {} bytes, expected {} = header of {} + {} tokens (as it says) of {} bytes",
+                    path, file->nbytes(), expected, kHeaderNbytes, num_tokens, bytes_per_token));
+  }
+  return TokenArray(file, file->data() + kHeaderNbytes, bytes_per_token, num_tokens, path);
+}
+
+int64_t Corpus::num_tokens() const {
+  int64_t total = 0;
+  for (const TokenArray& shard : shards) total += shard.num_tokens();
+  return total;
+}
+
+Data load_data(const Config& config) {
+  Data data;
+  Corpus all;
+  if (!config.data.text.empty()) {
+    all.shards.push_back(load_text(config, data.tokenizer));
+  } else {
+    all = load_shards("data.tokens", config.data.tokens);
+  }
+  if (!config.data.val_tokens.empty()) {
+    data.train = std::move(all);
+    data.val = load_shards("data.val_tokens", config.data.val_tokens);
+  } else {
+    const int64_t num_tokens = all.num_tokens();
+    const double kept = static_cast<double>(num_tokens) * (1 - config.data.val_fraction);
+    std::tie(data.train, data.val) = split_corpus(all, static_cast<int64_t>(kept));
+  }
+  const int64_t own = data.tokenizer == nullptr ? 0 : data.tokenizer->vocab_size();
+  data.vocab_size = config.model.vocab == 0 ? own : config.model.vocab;
+  if (data.vocab_size < own) {
+    throw ConfigError(fmt::format("{}: model.vocab = {}, expected at least the tokenizer's {}",
+                                  config.origin("model.vocab"), data.vocab_size, own));
+  }
+  return data;
+}
+
+Permutation::Permutation(int64_t count, PhiloxKey key)
+    : count_(static_cast<uint64_t>(count)), key_(key) {
+  const int bits = std::bit_width(count_ <= 1 ? uint64_t{1} : count_ - 1);
+  half_bits_ = (bits + 1) / 2;
+}
+
+int64_t Permutation::operator()(int64_t index) const {
+  const uint64_t mask = (uint64_t{1} << half_bits_) - 1;
+  uint64_t value = static_cast<uint64_t>(index);
+  do {
+    uint64_t left = value >> half_bits_, right = value & mask;
+    for (uint32_t round = 0; round < 6; ++round) {
+      const uint64_t mixed = left ^ (philox(key_, round, right)[0] & mask);
+      left = right;
+      right = mixed;
+    }
+    value = (left << half_bits_) | right;
+  } while (value >= count_);
+  return static_cast<int64_t>(value);
+}
+
+TrainSamples::TrainSamples(Corpus corpus, const SampleOptions& options)
+    : corpus_(std::move(corpus)), options_(options) {
+  first_sample_ = number_samples(corpus_, [&](const TokenArray& shard) {
+    return std::max<int64_t>(shard.num_tokens() - 1, 0) / options_.context;
+  });
+  if (num_samples() == 0) {
+    throw InputError(
+        fmt::format("data: {} tokens to train on in {} shards, expected at least one shard of "
+                    "model.context + 1 = {}",
+                    corpus_.num_tokens(), corpus_.shards.size(), options_.context + 1));
+  }
+}
+
+int64_t TrainSamples::window_of(int64_t global_sample) const {
+  const int64_t epoch = global_sample / num_samples();
+  const PhiloxKey key =
+      make_key(options_.seed, hash_name("data order") + static_cast<uint64_t>(epoch));
+  return Permutation(num_samples(), key)(global_sample % num_samples());
+}
+
+Batch TrainSamples::batch(int64_t first_global_sample, int64_t B) const {
+  Batch batch = make_batch(B, options_);
+  for (int64_t row = 0; row < B; ++row) {
+    const int64_t epoch = (first_global_sample + row) / num_samples();
+    const int64_t window = window_of(first_global_sample + row);
+    const size_t index = shard_of(first_sample_, window);
+    const TokenArray& shard = corpus_.shards[index];
+    const int64_t windows = first_sample_[index + 1] - first_sample_[index];
+    const int64_t spare = shard.num_tokens() - 1 - windows * options_.context;
+    const PhiloxKey key = make_key(options_.seed, hash_name("data shift"));
+    const uint64_t drawn = philox(key, static_cast<uint64_t>(epoch), index)[0];
+    const int64_t shift =
+        epoch == 0 ? 0 : static_cast<int64_t>(drawn % static_cast<uint64_t>(spare + 1));
+    fill_row(batch, row, shard, (window - first_sample_[index]) * options_.context + shift,
+             options_);
+  }
+  return batch;
+}
+
+EvalSamples::EvalSamples(Corpus corpus, const SampleOptions& options)
+    : corpus_(std::move(corpus)), options_(options) {
+  first_sample_ = number_samples(corpus_, [&](const TokenArray& shard) {
+    const int64_t num_targets = std::max<int64_t>(shard.num_tokens() - 1, 0);
+    return (num_targets + options_.context - 1) / options_.context;
+  });
+}
+
+Batch EvalSamples::batch(int64_t first_sample, int64_t B) const {
+  Batch batch = make_batch(B, options_);
+  for (int64_t row = 0; row < B && first_sample + row < num_samples(); ++row) {
+    const size_t index = shard_of(first_sample_, first_sample + row);
+    const int64_t window = first_sample + row - first_sample_[index];
+    fill_row(batch, row, corpus_.shards[index], window * options_.context, options_);
+  }
+  return batch;
+}
+
+}  // namespace tessera::apps

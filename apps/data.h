@@ -1,0 +1,129 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "apps/config.h"
+#include "apps/tokenizer.h"
+#include "core/files.h"
+#include "core/random.h"
+
+// Training data. Text or token shards become arrays of token ids; a sample is a window of `context`
+// inputs with the token after each as its target. Which tokens a sample has depends on (seed,
+// global sample index) only, so ranks, accumulation and a resumed run do not change it.
+
+namespace tessera::apps {
+
+/// Token ids in memory of 1, 2 or 4 bytes each, possibly a mapped file. A value that shares it.
+class TokenArray {
+ public:
+  TokenArray() = default;
+  /// `data` lives as long as `owner`.
+  TokenArray(std::shared_ptr<const void> owner, const void* data, int bytes_per_token,
+             int64_t num_tokens, std::string name);
+  /// Owns a compact copy of `ids`.
+  TokenArray(const std::vector<int32_t>& ids, std::string name);
+
+  int64_t num_tokens() const { return num_tokens_; }
+  const std::string& name() const { return name_; }  ///< the file, for messages
+  int64_t operator[](int64_t i) const;
+  TokenArray slice(int64_t begin, int64_t num_tokens) const;
+
+ private:
+  std::shared_ptr<const void> owner_;
+  const uint8_t* data_ = nullptr;
+  int bytes_per_token_ = 1;
+  int64_t num_tokens_ = 0;
+  std::string name_;
+};
+
+/// One shard in the .bin format of llm.c: 256 int32 of header {20240520, 1, number of tokens} and
+/// uint16 tokens, or {20240801, 7, number of tokens} and uint32 tokens. Memory-mapped. InputError,
+/// with counts, for another magic or version or a size that does not fit the header.
+TokenArray load_token_shard(const std::string& path);
+
+struct Corpus {
+  std::vector<TokenArray> shards;  ///< samples do not cross shards
+  int64_t num_tokens() const;
+};
+
+struct Data {
+  Corpus train, val;                     ///< val is empty for val_fraction = 0
+  std::shared_ptr<Tokenizer> tokenizer;  ///< none for token shards
+  int64_t vocab_size = 0;                ///< model.vocab, or the tokenizer's size
+};
+
+/// What the configuration names, split: of a text the last val_fraction of its characters (bytes
+/// for the byte tokenizer), of shards data.val_tokens or the last part of the last ones.
+/// InputError for missing or empty files, ConfigError for a vocabulary that is too small.
+Data load_data(const Config& config);
+
+/// A bijection of [0, count) drawn by the key, without a table: a Feistel network on the next even
+/// number of bits, applied again while it leaves the range.
+class Permutation {
+ public:
+  Permutation(int64_t count, PhiloxKey key);
+  int64_t operator()(int64_t index) const;
+
+ private:
+  uint64_t count_;
+  PhiloxKey key_;
+  int half_bits_ = 1;
+};
+
+/// Rows of a model call, row-major [B, T] each. A padded row has only ignored targets.
+struct Batch {
+  int64_t B = 0, T = 0;
+  std::vector<int32_t> inputs;
+  std::vector<int32_t> targets;          ///< kIgnoredTarget where there is none
+  std::vector<int32_t> document_starts;  ///< position of the first token of the document; or empty
+  std::vector<int32_t> positions;        ///< if they restart with each document; or empty
+  int64_t num_valid = 0;                 ///< targets that count
+};
+inline constexpr int32_t kIgnoredTarget = -100;
+
+struct SampleOptions {
+  int64_t context = 1;
+  int64_t vocab_size = 1;  ///< larger ids are errors
+  uint64_t seed = 0;
+  int64_t separator = -1;  ///< ends a document (as a target) and begins the next (as an input)
+  bool restart_positions = false;
+};
+
+/// Shuffled windows for training. Sample g of the run is window P(g mod n) of epoch g / n, where n
+/// is the number of windows and P a permutation of its own for each epoch, so that each window
+/// comes once an epoch, however samples are dealt to ranks. The windows of later epochs are shifted
+/// by what the shards have left over.
+class TrainSamples {
+ public:
+  /// InputError with the counts if no shard has context + 1 tokens.
+  TrainSamples(Corpus corpus, const SampleOptions& options);
+  int64_t num_samples() const { return first_sample_.back(); }  ///< in an epoch
+  /// The window that global sample g is, in [0, num_samples).
+  int64_t window_of(int64_t global_sample) const;
+  /// Rows for global samples [first, first + B). InputError for an id outside the vocabulary.
+  Batch batch(int64_t first_global_sample, int64_t B) const;
+
+ private:
+  Corpus corpus_;
+  SampleOptions options_;
+  std::vector<int64_t> first_sample_;  // of each shard, and the total
+};
+
+/// Every target of a split once, in order: windows, the last one of a shard padded.
+class EvalSamples {
+ public:
+  EvalSamples(Corpus corpus, const SampleOptions& options);
+  int64_t num_samples() const { return first_sample_.back(); }
+  /// Rows for samples [first, first + B); rows after the last are padding.
+  Batch batch(int64_t first_sample, int64_t B) const;
+
+ private:
+  Corpus corpus_;
+  SampleOptions options_;
+  std::vector<int64_t> first_sample_;
+};
+
+}  // namespace tessera::apps

@@ -1,0 +1,153 @@
+#include "apps/metrics.h"
+
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <nlohmann/json.hpp>
+
+#include "core/check.h"
+#include "core/files.h"
+
+namespace tessera::apps {
+namespace {
+
+std::string rate_text(double per_second) {
+  if (per_second >= 1e6) return fmt::format("{:.2f}M", per_second / 1e6);
+  if (per_second >= 1e3) return fmt::format("{:.1f}k", per_second / 1e3);
+  return fmt::format("{:.0f}", per_second);
+}
+
+std::string duration_text(double seconds) {
+  const auto total = static_cast<int64_t>(std::max(seconds, 0.0));
+  if (total >= 3600) {
+    return fmt::format("{}:{:02}:{:02}", total / 3600, total / 60 % 60, total % 60);
+  }
+  return fmt::format("{}:{:02}", total / 60, total % 60);
+}
+
+const char* name_of(RunState state) {
+  switch (state) {
+    case RunState::kRunning:
+      return "running";
+    case RunState::kFinished:
+      return "finished";
+    case RunState::kPreempted:
+      return "preempted";
+    case RunState::kFailed:
+      return "failed";
+  }
+  return "";
+}
+
+}  // namespace
+
+std::string to_json(const StepMetrics& m) {
+  nlohmann::ordered_json object = {{"step", m.step},
+                                   {"loss", m.loss},
+                                   {"grad_norm", m.grad_norm},
+                                   {"lr", m.lr},
+                                   {"tokens_per_second", m.tokens_per_second},
+                                   {"peak_bytes", m.peak_bytes},
+                                   {"tokens", m.tokens},
+                                   {"step_ms", m.step_ms}};
+  if (m.mfu) object["mfu"] = *m.mfu;
+  if (m.val_loss) object["val_loss"] = *m.val_loss;
+  return object.dump();
+}
+
+std::string to_line(const StepMetrics& m, int64_t num_steps) {
+  const std::string total = std::to_string(num_steps);
+  std::string line = fmt::format(
+      "step {:>{}}/{}  loss {:.4f}  grad_norm {:.3f}  lr {:.2e}  {} tok/s  peak {:.2f} GiB", m.step,
+      total.size(), total, m.loss, m.grad_norm, m.lr, rate_text(m.tokens_per_second),
+      static_cast<double>(m.peak_bytes) / (1 << 30));
+  if (m.mfu) line += fmt::format("  mfu {:.1f}%", *m.mfu * 100);
+  if (m.val_loss) line += fmt::format("  val_loss {:.4f}", *m.val_loss);
+  return line;
+}
+
+std::string progress_bar(const StepMetrics& m, int64_t num_steps, double seconds_left, int width) {
+  const double done =
+      static_cast<double>(m.step) / static_cast<double>(std::max<int64_t>(num_steps, 1));
+  const std::string text =
+      fmt::format("] {:3.0f}%  step {}/{}  loss {:.4f}  {} left", std::floor(done * 100), m.step,
+                  num_steps, m.loss, duration_text(seconds_left));
+  const int length = std::clamp(width - 1 - static_cast<int>(text.size()), 0, 40);
+  const int filled = static_cast<int>(done * length);
+  std::string bar(static_cast<size_t>(filled), '=');
+  if (filled < length) bar += '>';
+  bar.resize(static_cast<size_t>(length), ' ');
+  return ("[" + bar + text).substr(0, static_cast<size_t>(std::max(width, 0)));
+}
+
+bool prints_to_terminal() {
+  if (std::getenv("OMPI_COMM_WORLD_SIZE") == nullptr) return ::isatty(STDOUT_FILENO) == 1;
+  // Open MPI gives each rank a pseudo-terminal, wherever mpirun's own output goes.
+  char target[256];
+  const std::string link = fmt::format("/proc/{}/fd/1", ::getppid());
+  const ssize_t length = ::readlink(link.c_str(), target, sizeof(target));
+  if (length <= 0) return false;
+  const std::string_view path(target, static_cast<size_t>(length));
+  return path.starts_with("/dev/pts/") || path.starts_with("/dev/tty");
+}
+
+MetricsLog::MetricsLog(const Options& options)
+    : options_(options), start_(std::chrono::steady_clock::now()) {
+  const std::string path = options.dir + "/metrics.jsonl";
+  file_ = std::fopen(path.c_str(), "w");
+  if (file_ == nullptr) {
+    throw IoError(fmt::format("{}: cannot be written: {}", path, std::strerror(errno)));
+  }
+}
+
+MetricsLog::~MetricsLog() {
+  clear_bar();
+  std::fclose(file_);
+}
+
+void MetricsLog::clear_bar() {
+  if (bar_is_shown_) std::fputs("\r\033[K", options_.out);
+  bar_is_shown_ = false;
+}
+
+void MetricsLog::print(const std::string& line) {
+  clear_bar();
+  std::fputs((line + "\n").c_str(), options_.out);
+  std::fflush(options_.out);
+}
+
+void MetricsLog::add(const StepMetrics& m) {
+  const std::string json = to_json(m) + "\n";
+  if (std::fputs(json.c_str(), file_) < 0 || std::fflush(file_) != 0) {
+    throw IoError(
+        fmt::format("{}/metrics.jsonl: cannot be written: {}", options_.dir, std::strerror(errno)));
+  }
+  if (first_step_ == 0) first_step_ = m.step;
+  const bool is_last = m.step == options_.num_steps;
+  if (m.step % options_.log_every == 0 || m.step == 1 || m.val_loss || is_last) {
+    print(to_line(m, options_.num_steps));
+  }
+  if (!options_.progress_bar || is_last) return;
+  const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start_;
+  const double per_step = elapsed.count() / static_cast<double>(m.step - first_step_ + 1);
+  const double left = per_step * static_cast<double>(options_.num_steps - m.step);
+  constexpr int kWidth = 78;
+  std::fputs(("\r\033[K" + progress_bar(m, options_.num_steps, left, kWidth)).c_str(),
+             options_.out);
+  std::fflush(options_.out);
+  bar_is_shown_ = true;
+}
+
+void write_status(const std::string& dir, RunState state, int64_t step, const std::string& why) {
+  const nlohmann::ordered_json status = {{"state", name_of(state)}, {"step", step}, {"why", why}};
+  write_file_atomically(
+      dir + "/status.json",
+      status.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace) + "\n");
+}
+
+}  // namespace tessera::apps

@@ -1,0 +1,78 @@
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <cstdio>
+#include <memory>
+#include <optional>
+#include <string>
+
+// What a run tells: a line a step, a progress bar on a terminal, `metrics.jsonl` and `status.json`
+// in the output directory. One rank writes them.
+
+namespace tessera::apps {
+
+struct StepMetrics {
+  int64_t step = 0;      ///< counted from 1
+  double loss = 0;       ///< mean over the step's targets of all ranks
+  double grad_norm = 0;  ///< before clipping
+  double lr = 0;
+  double tokens_per_second = 0;  ///< of all ranks
+  int64_t peak_bytes = 0;        ///< of this rank's device allocator since the start
+  int64_t tokens = 0;            ///< trained on so far
+  double step_ms = 0;
+  std::optional<double> mfu;  ///< model FLOPs utilization, 1 = peak
+  std::optional<double> val_loss;
+};
+
+/// One JSON object, without a line end. Numbers have the fewest digits that read back as the same
+/// double; what JSON has no number for (NaN, infinity) is null.
+std::string to_json(const StepMetrics& metrics);
+/// "step   100/2000  loss 2.4531  grad_norm 0.812  lr 1.00e-03  12.3k tok/s  peak 0.12 GiB".
+std::string to_line(const StepMetrics& metrics, int64_t num_steps);
+/// "[=====>    ]  50%  step 100/200  loss 2.4531  0:42 left", `width` characters at most.
+std::string progress_bar(const StepMetrics& metrics, int64_t num_steps, double seconds_left,
+                         int width);
+
+/// Whether what this process prints ends up on a terminal. Under a launcher that passes output on,
+/// the launcher's own output decides.
+bool prints_to_terminal();
+
+/// The log of one run. IoError if a file cannot be written.
+class MetricsLog {
+ public:
+  struct Options {
+    std::string dir;
+    int64_t num_steps = 0;
+    int64_t log_every = 1;  ///< steps a printed line; evaluations and the last always
+    bool progress_bar = false;
+    std::FILE* out = stdout;
+  };
+
+  /// Starts `metrics.jsonl` anew.
+  explicit MetricsLog(const Options& options);
+  ~MetricsLog();
+  MetricsLog(const MetricsLog&) = delete;
+  MetricsLog& operator=(const MetricsLog&) = delete;
+
+  void add(const StepMetrics& metrics);
+  /// A line of text, above the progress bar.
+  void print(const std::string& line);
+
+ private:
+  void clear_bar();
+
+  Options options_;
+  std::FILE* file_;
+  std::chrono::steady_clock::time_point start_;
+  int64_t first_step_ = 0;
+  bool bar_is_shown_ = false;
+};
+
+enum class RunState { kRunning, kFinished, kPreempted, kFailed };
+
+/// Replaces `dir`/status.json: {"state": "failed", "why": "...", "step": 12}.
+void write_status(const std::string& dir, RunState state, int64_t step,
+                  const std::string& why = "");
+
+}  // namespace tessera::apps

@@ -1,0 +1,168 @@
+#include "apps/tokenizer.h"
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <unordered_map>
+
+#include "core/check.h"
+#include "core/files.h"
+
+namespace tessera::apps {
+namespace {
+
+/// Bytes of the UTF-8 character at `offset`; 0 if there is none (truncated, overlong, surrogate).
+size_t utf8_length(std::string_view text, size_t offset) {
+  const auto byte = [&](size_t i) {
+    return offset + i < text.size() ? static_cast<unsigned char>(text[offset + i]) : 0u;
+  };
+  const auto is_tail = [&](size_t i) { return (byte(i) & 0xc0u) == 0x80u; };
+  const unsigned first = byte(0), second = byte(1);
+  if (first < 0x80) return 1;
+  if (first >= 0xc2 && first <= 0xdf) return is_tail(1) ? 2 : 0;
+  if ((first & 0xf0u) == 0xe0u) {
+    const bool overlong = first == 0xe0 && second < 0xa0;
+    const bool surrogate = first == 0xed && second > 0x9f;
+    return is_tail(1) && is_tail(2) && !overlong && !surrogate ? 3 : 0;
+  }
+  if (first >= 0xf0 && first <= 0xf4) {
+    const bool overlong = first == 0xf0 && second < 0x90;
+    const bool too_large = first == 0xf4 && second > 0x8f;
+    return is_tail(1) && is_tail(2) && is_tail(3) && !overlong && !too_large ? 4 : 0;
+  }
+  return 0;
+}
+
+/// The characters of a text in order. InputError, with `what` in front, where it is not UTF-8.
+template <class F>
+void for_each_char(std::string_view text, std::string_view what, F&& f) {
+  for (size_t offset = 0; offset < text.size();) {
+    const size_t nbytes = utf8_length(text, offset);
+    if (nbytes == 0) {
+      throw InputError(
+          fmt::format("{}: byte {} is not UTF-8 text, expected UTF-8 for the char "
+                      "tokenizer (the byte tokenizer takes anything)",
+                      what, offset));
+    }
+    f(text.substr(offset, nbytes), offset);
+    offset += nbytes;
+  }
+}
+
+void check_id(int32_t id, int64_t vocab_size) {
+  if (id < 0 || id >= vocab_size) {
+    throw InputError(fmt::format("tokenizer: id {}, expected one in [0, {})", id, vocab_size));
+  }
+}
+
+class ByteTokenizer : public Tokenizer {
+ public:
+  std::string_view name() const override { return "byte"; }
+  int64_t vocab_size() const override { return 256; }
+  std::vector<int32_t> encode(std::string_view text) const override {
+    std::vector<int32_t> ids;
+    ids.reserve(text.size());
+    for (const char c : text) ids.push_back(static_cast<unsigned char>(c));
+    return ids;
+  }
+  std::string decode(const std::vector<int32_t>& ids) const override {
+    std::string text;
+    for (const int32_t id : ids) {
+      check_id(id, vocab_size());
+      text += static_cast<char>(id);
+    }
+    return text;
+  }
+  std::string to_json() const override { return nlohmann::json{{"type", "byte"}}.dump() + "\n"; }
+};
+
+class CharTokenizer : public Tokenizer {
+ public:
+  /// `chars` are distinct characters in UTF-8; the position is the id.
+  explicit CharTokenizer(std::vector<std::string> chars) : chars_(std::move(chars)) {
+    for (const std::string& c : chars_) {
+      ids_.emplace(c, static_cast<int32_t>(ids_.size()));
+    }
+  }
+  std::string_view name() const override { return "char"; }
+  int64_t vocab_size() const override { return static_cast<int64_t>(chars_.size()); }
+  std::vector<int32_t> encode(std::string_view text) const override {
+    std::vector<int32_t> ids;
+    ids.reserve(text.size());
+    for_each_char(text, "tokenizer", [&](std::string_view c, size_t offset) {
+      const auto found = ids_.find(std::string(c));
+      if (found == ids_.end()) {
+        throw InputError(
+            fmt::format("tokenizer: character '{}' at byte {} is not in the vocabulary of {}", c,
+                        offset, chars_.size()));
+      }
+      ids.push_back(found->second);
+    });
+    return ids;
+  }
+  std::string decode(const std::vector<int32_t>& ids) const override {
+    std::string text;
+    for (const int32_t id : ids) {
+      check_id(id, vocab_size());
+      text += chars_[static_cast<size_t>(id)];
+    }
+    return text;
+  }
+  std::string to_json() const override {
+    return nlohmann::json{{"type", "char"}, {"chars", chars_}}.dump() + "\n";
+  }
+
+ private:
+  std::vector<std::string> chars_;
+  std::unordered_map<std::string, int32_t> ids_;
+};
+
+}  // namespace
+
+std::unique_ptr<Tokenizer> make_byte_tokenizer() {
+  return std::make_unique<ByteTokenizer>();
+}
+
+std::unique_ptr<Tokenizer> make_char_tokenizer(std::string_view text) {
+  // UTF-8 bytes compare like code points.
+  std::set<std::string_view> distinct;
+  for_each_char(text, "tokenizer", [&](std::string_view c, size_t) { distinct.insert(c); });
+  return std::make_unique<CharTokenizer>(
+      std::vector<std::string>(distinct.begin(), distinct.end()));
+}
+
+std::unique_ptr<Tokenizer> parse_tokenizer(std::string_view json, const std::string& name) {
+  const auto fail = [&](const std::string& found, std::string_view expected) {
+    throw InputError(fmt::format("{}: {}, expected {}", name, found, expected));
+  };
+  const auto parsed = nlohmann::json::parse(json, nullptr, /*allow_exceptions=*/false);
+  if (!parsed.is_object()) fail("not a JSON object", "a saved tokenizer");
+  const auto type = parsed.find("type");
+  if (type == parsed.end() || !type->is_string()) fail("no type", "\"type\": \"byte\" or \"char\"");
+  if (*type == "byte") return make_byte_tokenizer();
+  if (*type != "char") fail(fmt::format("type {}", type->dump()), "\"byte\" or \"char\"");
+  const auto chars = parsed.find("chars");
+  if (chars == parsed.end() || !chars->is_array() || chars->empty()) {
+    fail("no characters", "\"chars\": [...]");
+  }
+  std::vector<std::string> list;
+  std::set<std::string> seen;
+  for (const auto& entry : *chars) {
+    const std::string text = entry.is_string() ? entry.get<std::string>() : "";
+    if (text.empty() || utf8_length(text, 0) != text.size()) {
+      fail(fmt::format("entry {} is {}", list.size(), entry.dump()), "one character");
+    }
+    if (!seen.insert(text).second) {
+      fail(fmt::format("character {} twice", entry.dump()), "each once");
+    }
+    list.push_back(text);
+  }
+  return std::make_unique<CharTokenizer>(std::move(list));
+}
+
+std::unique_ptr<Tokenizer> load_tokenizer(const std::string& path) {
+  const MappedFile file(path);
+  return parse_tokenizer(file.text(), path);
+}
+
+}  // namespace tessera::apps

@@ -1,0 +1,515 @@
+#include "apps/trainer.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstring>
+#include <filesystem>
+
+#include "apps/data.h"
+#include "apps/metrics.h"
+#include "core/autograd.h"
+#include "core/files.h"
+#include "core/log.h"
+#include "core/random.h"
+#include "core/runtime/context.h"
+#include "core/runtime/order_check.h"
+#include "dist/checkpoint/safetensors.h"
+#include "dist/fsdp/fully_shard.h"
+#include "nn/generate.h"
+#include "nn/gpt2.h"
+#include "nn/llama.h"
+#include "optim/adamw.h"
+#include "optim/schedule.h"
+#include "optim/sgd.h"
+
+namespace tessera::apps {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+DType dtype_from_name(const std::string& name) {
+  return name == "bf16" ? kBF16 : kF32;
+}
+
+nn::RecomputePolicy recompute_policy(const RecomputeConfig& config) {
+  using Kind = nn::RecomputePolicy::Kind;
+  const Kind kind = config.policy == "full"      ? Kind::kFull
+                    : config.policy == "every_n" ? Kind::kEveryN
+                                                 : Kind::kNone;
+  return {kind, config.every_n};
+}
+
+dist::FsdpOptions fsdp_options(const Config& config) {
+  dist::FsdpOptions options;
+  options.strategy = dist::strategy_from_name(config.fsdp.strategy);
+  options.precision.param_dtype = dtype_from_name(config.precision.param_dtype);
+  options.precision.reduce_dtype = dtype_from_name(config.precision.reduce_dtype);
+  return options;
+}
+
+std::unique_ptr<optim::Optimizer> make_optimizer(const OptimConfig& config,
+                                                 const std::vector<optim::FlatShard>& shards) {
+  const auto lr = static_cast<float>(config.lr);
+  const auto weight_decay = static_cast<float>(config.weight_decay);
+  if (config.name == "sgd") {
+    optim::SgdOptions options;
+    options.lr = lr;
+    options.momentum = static_cast<float>(config.momentum);
+    options.weight_decay = weight_decay;
+    return std::make_unique<optim::Sgd>(shards, options);
+  }
+  optim::AdamWOptions options;
+  options.lr = lr;
+  options.beta1 = config.beta1;
+  options.beta2 = config.beta2;
+  options.eps = config.eps;
+  options.weight_decay = weight_decay;
+  return std::make_unique<optim::AdamW>(shards, options);
+}
+
+optim::Schedule make_schedule(const Config& config) {
+  optim::ScheduleOptions options;
+  options.kind = optim::schedule_from_name(config.optim.schedule);
+  options.peak_lr = static_cast<float>(config.optim.lr);
+  options.final_lr = static_cast<float>(config.optim.final_lr);
+  options.num_steps = config.train.steps;
+  options.warmup_steps = config.optim.warmup_steps;
+  options.decay_steps =
+      config.optim.decay_steps == 0 ? config.train.steps / 5 : config.optim.decay_steps;
+  return optim::Schedule(options);
+}
+
+SampleOptions sample_options(const Config& config, int64_t vocab_size) {
+  SampleOptions options;
+  options.context = config.model.context;
+  options.vocab_size = vocab_size;
+  options.seed = static_cast<uint64_t>(config.train.seed);
+  options.separator = config.data.separator;
+  options.restart_positions = config.data.restart_positions;
+  return options;
+}
+
+void prepare_output_dir(const Config& config) {
+  const std::string& dir = config.output.dir;
+  std::error_code error;
+  std::filesystem::create_directories(dir, error);
+  const std::string where = config.origin("output.dir");
+  if (error) {
+    throw ConfigError(fmt::format("{}: output.dir = {}: {}, expected a directory that can be made",
+                                  where, dir, error.message()));
+  }
+  try {
+    write_status(dir, RunState::kRunning, 0);
+    write_file_atomically(dir + "/config.toml", dump_config(config));
+  } catch (const IoError& e) {
+    throw ConfigError(fmt::format("{}: output.dir: {}, expected a directory that can be written",
+                                  where, e.what()));
+  }
+}
+
+/// Numbers of a step on their way to the host, which reads them while the next step runs.
+struct PendingStep {
+  int64_t step = 0;
+  double lr = 0;
+  Tensor loss_sum, grad_norm, found_inf;
+  Event done;
+};
+
+double read_scalar(const Tensor& scalar) {
+  TESSERA_CHECK(scalar.device().type == DeviceType::kCpu, "trainer: device {} is not supported",
+                scalar.device());
+  return scalar.dtype() == kU8 ? *scalar.data<uint8_t>() : *scalar.data<float>();
+}
+
+class Trainer {
+ public:
+  /// `steps_done` follows the steps that the host has seen complete.
+  Trainer(const Config& config, dist::World& world, int64_t* steps_done);
+  TrainResult run();
+
+ private:
+  void count_batches();
+  void describe();
+  PendingStep submit_step(int64_t step);
+  StepMetrics finish_step(const PendingStep& pending);
+  std::optional<double> evaluate();
+  nn::ForwardOptions forward_options(const Batch& batch) const;
+  void print_sample();
+  void save_model();
+  bool is_out_of_time();
+
+  Config config_;
+  dist::World& world_;
+  int64_t* steps_done_;
+  Data data_;
+  std::optional<TrainSamples> samples_;
+  std::optional<EvalSamples> eval_samples_;
+  int64_t grad_accum_steps_ = 1, samples_per_step_ = 1, tokens_per_step_ = 1;
+  std::unique_ptr<nn::LanguageModel> model_;
+  std::unique_ptr<dist::Fsdp> fsdp_;
+  std::unique_ptr<optim::Optimizer> optimizer_;
+  std::optional<optim::Schedule> schedule_;
+  std::unique_ptr<MetricsLog> log_;  // rank 0
+  Tensor grad_scale_;
+  Clock::time_point start_ = Clock::now(), last_step_ = start_;
+};
+
+Trainer::Trainer(const Config& config, dist::World& world, int64_t* steps_done)
+    : config_(config), world_(world), steps_done_(steps_done) {
+  world_.control().verdict([&] {
+    data_ = load_data(config_);
+    const SampleOptions options = sample_options(config_, data_.vocab_size);
+    samples_.emplace(data_.train, options);
+    eval_samples_.emplace(data_.val, options);
+    count_batches();
+  });
+  {
+    nn::DeferredInit deferred;
+    model_ = make_model(config_.model, data_.vocab_size);
+  }
+  model_->set_recompute(recompute_policy(config_.recompute));
+  fsdp_ = dist::fully_shard(*model_, world_, fsdp_options(config_));
+  fsdp_->initialize(static_cast<uint64_t>(config_.train.seed));
+  optimizer_ = make_optimizer(config_.optim, fsdp_->shards());
+  schedule_.emplace(make_schedule(config_));
+  // The mean over the step's targets of all ranks: folded in where the gradient starts.
+  grad_scale_ = full({}, 1.0 / static_cast<double>(tokens_per_step_));
+  world_.control().verdict([&] {
+    if (world_.rank() != 0) return;
+    log_ = std::make_unique<MetricsLog>(MetricsLog::Options{.dir = config_.output.dir,
+                                                            .num_steps = config_.train.steps,
+                                                            .log_every = config_.train.log_every,
+                                                            .progress_bar = prints_to_terminal()});
+    if (data_.tokenizer != nullptr) {
+      write_file_atomically(config_.output.dir + "/tokenizer.json", data_.tokenizer->to_json());
+    }
+  });
+  if (world_.rank() == 0) describe();
+}
+
+void Trainer::count_batches() {
+  const TrainConfig& t = config_.train;
+  const int64_t per_pass = t.micro_batch * world_.world_size();
+  if (t.global_batch % per_pass != 0) {
+    throw ConfigError(fmt::format(
+        "{}: train.global_batch = {}, expected a multiple of train.micro_batch x ranks = {} x {}",
+        config_.origin("train.global_batch"), t.global_batch, t.micro_batch, world_.world_size()));
+  }
+  grad_accum_steps_ = t.global_batch == 0 ? t.grad_accum_steps : t.global_batch / per_pass;
+  samples_per_step_ = per_pass * grad_accum_steps_;
+  tokens_per_step_ = samples_per_step_ * config_.model.context;
+  if (samples_->num_samples() < samples_per_step_) {
+    throw InputError(fmt::format(
+        "data: {} tokens to train on give {} samples of model.context = {}, expected at least one "
+        "step's {}",
+        data_.train.num_tokens(), samples_->num_samples(), config_.model.context,
+        samples_per_step_));
+  }
+}
+
+void Trainer::describe() {
+  log_->print(dump_config(config_));
+  log_->print(print_tree(*model_, [&](const nn::Module& m) { return fsdp_->unit_of(m); }));
+  log_->print(fsdp_->summary());
+  log_->print(fmt::format(
+      "data: {} tokens to train on ({} samples), {} for validation; a step: {} samples = {} ranks "
+      "x "
+      "{} passes x {}, {} tokens",
+      data_.train.num_tokens(), samples_->num_samples(), data_.val.num_tokens(), samples_per_step_,
+      world_.world_size(), grad_accum_steps_, config_.train.micro_batch, tokens_per_step_));
+}
+
+nn::ForwardOptions Trainer::forward_options(const Batch& batch) const {
+  nn::ForwardOptions options;
+  const Shape shape{batch.B, batch.T};
+  if (!batch.document_starts.empty()) {
+    options.document_starts = from_values(std::span<const int32_t>(batch.document_starts), shape);
+  }
+  if (!batch.positions.empty()) {
+    options.positions = from_values(std::span<const int32_t>(batch.positions), shape);
+  }
+  return options;
+}
+
+PendingStep Trainer::submit_step(int64_t step) {
+  PendingStep pending;
+  pending.step = step + 1;
+  pending.loss_sum = zeros({1});
+  const int64_t B = config_.train.micro_batch;
+  for (int64_t pass = 0; pass < grad_accum_steps_; ++pass) {
+    const int64_t offset = (pass * world_.world_size() + world_.rank()) * B;
+    const Batch batch = samples_->batch(step * samples_per_step_ + offset, B);
+    random_state() = {.seed = static_cast<uint64_t>(config_.train.seed),
+                      .step = static_cast<uint64_t>(step),
+                      .op_index = 0,
+                      .sample_offset = offset};
+    fsdp_->begin_micro_batch(static_cast<int>(pass), static_cast<int>(grad_accum_steps_));
+    LinearCrossEntropyOptions loss_options;
+    loss_options.ignore_index = kIgnoredTarget;
+    loss_options.grad_scale = grad_scale_;
+    const Shape shape{batch.B, batch.T};
+    const LossSum loss = model_->loss(from_values(std::span<const int32_t>(batch.inputs), shape),
+                                      from_values(std::span<const int32_t>(batch.targets), shape),
+                                      forward_options(batch), loss_options);
+    backward(loss.sum, grad_scale_);
+    pending.loss_sum.add_(loss.sum.detach().view({1}));
+  }
+  const dist::ClippedNorm clip = fsdp_->clip_grad_norm(config_.optim.clip);
+  pending.lr = schedule_->lr(step);
+  optimizer_->step(static_cast<float>(pending.lr), clip.factor, clip.found_inf);
+  fsdp_->end_step();
+  fsdp_->all_reduce_scalars(pending.loss_sum);
+  pending.grad_norm = clip.norm;
+  pending.found_inf = clip.found_inf;
+  pending.done = current_stream().record();
+  return pending;
+}
+
+StepMetrics Trainer::finish_step(const PendingStep& pending) {
+  pending.done.synchronize();
+  StepMetrics m;
+  m.step = pending.step;
+  m.lr = pending.lr;
+  m.loss = read_scalar(pending.loss_sum) / static_cast<double>(tokens_per_step_);
+  m.grad_norm = read_scalar(pending.grad_norm);
+  m.tokens = pending.step * tokens_per_step_;
+  const double seconds = std::max(seconds_since(last_step_), 1e-9);
+  last_step_ = Clock::now();
+  m.step_ms = seconds * 1e3;
+  m.tokens_per_second = static_cast<double>(tokens_per_step_) / seconds;
+  m.peak_bytes = Context::current()->allocator()->stats().peak_allocated;
+  if (config_.output.peak_tflops > 0) {
+    m.mfu = m.tokens_per_second * model_->flops_per_token(config_.model.context) /
+            (config_.output.peak_tflops * 1e12 * world_.world_size());
+  }
+  if (read_scalar(pending.found_inf) != 0 || !std::isfinite(m.loss)) {
+    // The same numbers on every rank; the optimizer has left the states as they were.
+    const NumericsError error(
+        fmt::format("step {}: loss {}, gradient norm {}, expected finite numbers; nothing of this "
+                    "step was applied",
+                    m.step, m.loss, m.grad_norm));
+    world_.control().verdict(&error);
+  }
+  *steps_done_ = m.step;
+  return m;
+}
+
+std::optional<double> Trainer::evaluate() {
+  const int64_t B = config_.train.micro_batch, ranks = world_.world_size();
+  int64_t passes = (eval_samples_->num_samples() + B * ranks - 1) / (B * ranks);
+  if (config_.train.eval_batches > 0) passes = std::min(passes, config_.train.eval_batches);
+  if (passes == 0) return std::nullopt;
+  NoGrad no_grad;
+  model_->train(false);
+  Tensor total = zeros({1}, kF64);
+  int64_t num_valid = 0;
+  for (int64_t pass = 0; pass < passes; ++pass) {
+    const Batch batch = eval_samples_->batch((pass * ranks + world_.rank()) * B, B);
+    const Shape shape{batch.B, batch.T};
+    LinearCrossEntropyOptions loss_options;
+    loss_options.ignore_index = kIgnoredTarget;
+    const LossSum loss = model_->loss(from_values(std::span<const int32_t>(batch.inputs), shape),
+                                      from_values(std::span<const int32_t>(batch.targets), shape),
+                                      forward_options(batch), loss_options);
+    total.add_(loss.sum.view({1}).to(kF64));
+    num_valid += batch.num_valid;
+  }
+  fsdp_->end_forward();
+  model_->train(true);
+  const double sum = world_.control().sum(total.item());
+  return sum / static_cast<double>(world_.control().sum(num_valid));
+}
+
+bool Trainer::is_out_of_time() {
+  if (config_.train.max_minutes == 0) return false;
+  const bool mine = seconds_since(start_) >= config_.train.max_minutes * 60;
+  return world_.control().max(mine ? 1 : 0) != 0;
+}
+
+TrainResult Trainer::run() {
+  TrainResult result;
+  const int64_t num_steps = config_.train.steps, eval_every = config_.train.eval_every;
+  std::optional<PendingStep> pending;
+  const auto finish = [&] {
+    StepMetrics m = finish_step(*pending);
+    pending.reset();
+    const bool is_last = m.step == num_steps || (result.steps != 0 && m.step == result.steps);
+    if (is_last || (eval_every > 0 && m.step % eval_every == 0)) {
+      m.val_loss = evaluate();
+      last_step_ = Clock::now();
+    }
+    result.loss = m.loss;
+    if (m.val_loss) result.val_loss = m.val_loss;
+    if (log_ != nullptr) log_->add(m);
+  };
+  start_ = last_step_ = Clock::now();
+  for (int64_t step = 0; step < num_steps; ++step) {
+    PendingStep submitted = submit_step(step);
+    if (pending) finish();
+    pending = std::move(submitted);
+    const bool stops = step + 1 == num_steps || is_out_of_time();
+    if (stops) result.steps = step + 1;
+    // An evaluation is of the parameters after its step, so nothing may be ahead of it.
+    if (stops || (eval_every > 0 && (step + 1) % eval_every == 0)) finish();
+    if (stops) break;
+  }
+  save_model();
+  print_sample();
+  return result;
+}
+
+void Trainer::print_sample() {
+  if (config_.sample.tokens == 0 || data_.tokenizer == nullptr) return;
+  nn::GenerateOptions options;
+  options.num_tokens = config_.sample.tokens;
+  options.sampling = {.temperature = config_.sample.temperature,
+                      .top_k = config_.sample.top_k,
+                      .top_p = config_.sample.top_p,
+                      .seed = static_cast<uint64_t>(config_.train.seed)};
+  std::vector<int32_t> text = data_.tokenizer->encode(config_.sample.prompt);
+  const std::vector<int32_t> added = nn::generate(*model_, text, options);
+  fsdp_->end_forward();
+  text.insert(text.end(), added.begin(), added.end());
+  if (log_ != nullptr) log_->print("sample:\n" + data_.tokenizer->decode(text));
+}
+
+void Trainer::save_model() {
+  const std::string path = config_.output.dir + "/model.safetensors";
+  std::unique_ptr<dist::SafetensorsWriter> writer;
+  std::optional<IoError> failed;  // the other ranks go on with the gathers until all know
+  const auto attempt = [&](auto&& f) {
+    if (failed || world_.rank() != 0) return;
+    try {
+      f();
+    } catch (const IoError& error) {
+      failed = error;
+    }
+  };
+  attempt([&] {
+    std::vector<dist::SafetensorsEntry> entries;
+    for (const nn::NamedParameter& p : model_->named_parameters()) {
+      entries.push_back({p.name, kF32, p.parameter->tensor.shape()});
+    }
+    writer = std::make_unique<dist::SafetensorsWriter>(
+        path, std::move(entries), std::map<std::string, std::string>{{"format", "tessera"}});
+  });
+  fsdp_->for_each_full(dist::Fsdp::State::kMaster, [&](const std::string& name, const Tensor& x) {
+    attempt([&] {
+      const std::vector<float> values = x.to_vector_of<float>();
+      writer->write(name, values.data(), static_cast<int64_t>(values.size() * sizeof(float)));
+    });
+  });
+  attempt([&] { writer->finish(); });
+  world_.control().verdict(failed ? &*failed : nullptr);
+  if (log_ != nullptr) log_->print("model: " + path);
+}
+
+}  // namespace
+
+std::unique_ptr<nn::LanguageModel> make_model(const ModelConfig& config, int64_t vocab_size) {
+  if (config.kind == "gpt2") {
+    nn::Gpt2Config c;
+    c.vocab_size = vocab_size;
+    c.context_length = config.context;
+    c.num_layers = config.layers;
+    c.num_heads = config.heads;
+    c.width = config.width;
+    c.ffn_width = config.ffn;
+    c.bias = config.bias;
+    c.tied = config.tied;
+    c.dropout = config.dropout;
+    c.norm_eps = static_cast<float>(config.norm_eps);
+    c.gelu = config.gelu == "exact" ? Gelu::kExact : Gelu::kTanh;
+    return std::make_unique<nn::Gpt2>(c);
+  }
+  nn::LlamaConfig c;
+  c.vocab_size = vocab_size;
+  c.context_length = config.context;
+  c.num_layers = config.layers;
+  c.num_heads = config.heads;
+  c.num_kv_heads = config.kv_heads;
+  c.width = config.width;
+  c.head_width = config.head_width;
+  c.ffn_width = config.ffn;
+  c.tied = config.tied;
+  c.qkv_bias = config.qkv_bias;
+  c.qk_norm = config.qk_norm;
+  c.norm_eps = static_cast<float>(config.norm_eps);
+  c.rope.theta = static_cast<float>(config.rope_theta);
+  return std::make_unique<nn::Llama>(c);
+}
+
+TrainResult train(const Config& config, dist::World& world) {
+  world.set_timeout(std::chrono::milliseconds(static_cast<int64_t>(config.dist.timeout * 1e3)));
+  std::shared_ptr<Context> context;
+  world.control().verdict([&] {
+    ContextOptions options;
+    options.device = world.device(config.device);
+    options.num_threads = world.num_threads(static_cast<int>(config.train.threads));
+    options.memory_limit = parse_nbytes(config.memory.limit);
+    options.poison = config.debug.poison;
+    options.order_check = config.debug.order_check;
+    context = std::make_shared<Context>(options);
+    if (world.rank() == 0) prepare_output_dir(config);
+  });
+  const Context::Scope scope(context);
+  const auto report = [&](RunState state, int64_t step, const std::string& why) {
+    if (world.rank() != 0) return;
+    try {
+      write_status(config.output.dir, state, step, why);
+    } catch (const IoError& error) {
+      log_error("{}", error.what());
+    }
+  };
+  int64_t steps_done = 0;
+  try {
+    Trainer trainer(config, world, &steps_done);
+    const TrainResult result = trainer.run();
+    if (context->order_check() != nullptr) context->order_check()->throw_if_conflicts();
+    const bool is_short = result.steps < config.train.steps;
+    report(RunState::kFinished, result.steps, is_short ? "train.max_minutes reached" : "");
+    return result;
+  } catch (const std::exception& error) {
+    report(RunState::kFailed, steps_done, error.what());
+    throw;
+  }
+}
+
+SavedModel load_model(const std::string& dir) {
+  SavedModel saved;
+  saved.config = load_config(dir + "/config.toml");
+  const dist::SafetensorsFile file(dir + "/model.safetensors");
+  if (std::filesystem::exists(dir + "/tokenizer.json")) {
+    saved.tokenizer = load_tokenizer(dir + "/tokenizer.json");
+  }
+  const int64_t vocab_size = saved.config.model.vocab != 0 ? saved.config.model.vocab
+                             : saved.tokenizer != nullptr  ? saved.tokenizer->vocab_size()
+                                                           : 0;
+  saved.model = make_model(saved.config.model, vocab_size);
+  const auto parameters = saved.model->named_parameters();
+  for (const nn::NamedParameter& p : parameters) {
+    const dist::SafetensorsEntry& entry = file.find(p.name);
+    Tensor& tensor = p.parameter->tensor;
+    if (entry.shape != tensor.shape() || entry.dtype != kF32) {
+      throw InputError(fmt::format("{}/model.safetensors: tensor {} is {} {}, expected f32 {}", dir,
+                                   entry.name, entry.dtype, entry.shape, tensor.shape()));
+    }
+    std::vector<float> values(static_cast<size_t>(entry.shape.numel()));
+    std::memcpy(values.data(), file.data(entry), values.size() * sizeof(float));
+    NoGrad no_grad;
+    tensor.copy_(from_values(std::span<const float>(values), entry.shape));
+  }
+  if (file.entries().size() != parameters.size()) {
+    throw InputError(fmt::format("{}/model.safetensors: {} tensors, expected the model's {}", dir,
+                                 file.entries().size(), parameters.size()));
+  }
+  saved.model->reset_buffers();
+  return saved;
+}
+
+}  // namespace tessera::apps

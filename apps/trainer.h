@@ -1,0 +1,48 @@
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "apps/config.h"
+#include "apps/tokenizer.h"
+#include "dist/comm/world.h"
+#include "nn/transformer.h"
+
+namespace tessera::apps {
+
+/// The model that the configuration describes, for `vocab_size` tokens.
+std::unique_ptr<nn::LanguageModel> make_model(const ModelConfig& config, int64_t vocab_size);
+
+struct TrainResult {
+  int64_t steps = 0;
+  double loss = 0;  ///< of the last step
+  std::optional<double> val_loss;
+};
+
+/// A whole training run on the ranks of `world`; all call it. Makes `output.dir` with
+///   config.toml        the resolved configuration
+///   metrics.jsonl      one object a step (metrics.h)
+///   status.json        running, finished, preempted or failed, and why
+///   model.safetensors  at the end: f32 parameters under their full names
+///   tokenizer.json     if the data is a text
+/// and prints a line a step on rank 0. What one rank alone sees wrong ends all ranks with the same
+/// error. Errors   ConfigError, InputError, NumericsError (non-finite loss or gradient norm, with
+/// the step; that step changes nothing), IoError
+TrainResult train(const Config& config, dist::World& world);
+
+/// A model that `train` saved, with values, on the device of the current Context.
+struct SavedModel {
+  Config config;
+  std::unique_ptr<Tokenizer> tokenizer;  ///< none if it was trained on token shards
+  std::unique_ptr<nn::LanguageModel> model;
+};
+/// InputError that names file and tensor if something is missing, unexpected or of another shape.
+SavedModel load_model(const std::string& dir);
+
+/// `tessera-train` and `tessera-generate` with the arguments after the program's name.
+int train_command(const std::vector<std::string>& arguments, dist::World& world);
+int generate_command(const std::vector<std::string>& arguments, dist::World& world);
+
+}  // namespace tessera::apps

@@ -1,0 +1,36 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+namespace tessera {
+
+/// A whole file, memory-mapped for reading. InputError if it cannot be: missing, not a regular
+/// file.
+class MappedFile {
+ public:
+  explicit MappedFile(const std::string& path);
+  ~MappedFile();
+  MappedFile(const MappedFile&) = delete;
+  MappedFile& operator=(const MappedFile&) = delete;
+
+  const std::string& path() const { return path_; }
+  const uint8_t* data() const { return data_; }
+  int64_t nbytes() const { return nbytes_; }
+  std::string_view text() const {
+    return {reinterpret_cast<const char*>(data_), static_cast<size_t>(nbytes_)};
+  }
+
+ private:
+  std::string path_;
+  const uint8_t* data_ = nullptr;
+  int64_t nbytes_ = 0;
+};
+
+/// Replaces the file at once (a reader sees the old text or the new): writes `path`.tmp, renames.
+/// IoError with the system's reason.
+void write_file_atomically(const std::string& path, std::string_view text);
+
+}  // namespace tessera

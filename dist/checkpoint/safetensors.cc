@@ -1,0 +1,286 @@
+#include "dist/checkpoint/safetensors.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <set>
+#include <utility>
+
+#include "core/check.h"
+
+namespace tessera::dist {
+namespace {
+
+using nlohmann::json;
+
+constexpr int64_t kMaxHeaderNbytes = 100'000'000;
+constexpr int kMaxHeaderDepth = 4;
+constexpr std::string_view kMetadata = "__metadata__";
+
+struct DTypeName {
+  std::string_view name;
+  DType dtype;
+};
+constexpr DTypeName kDTypeNames[] = {{"F32", kF32}, {"BF16", kBF16}, {"F16", kF16}, {"F64", kF64},
+                                     {"I32", kI32}, {"I64", kI64},   {"U8", kU8}};
+
+std::string_view safetensors_name(DType dtype) {
+  for (const DTypeName& entry : kDTypeNames) {
+    if (entry.dtype == dtype) return entry.name;
+  }
+  TESSERA_UNIMPLEMENTED("safetensors: no name for dtype {}", dtype);
+}
+
+template <class... Args>
+[[noreturn]] void fail_input(const std::string& path, fmt::format_string<Args...> format,
+                             Args&&... args) {
+  throw InputError(fmt::format("{}: {}", path, fmt::format(format, std::forward<Args>(args)...)));
+}
+
+/// What a file is that has no safetensors header, if it is something well known.
+std::string_view looks_like(std::string_view text) {
+  const auto begins = [&](std::string_view prefix) { return text.starts_with(prefix); };
+  if (begins("GGUF")) return " (it looks like a GGUF file)";
+  if (begins("PK\x03\x04")) return " (it looks like a zip archive, as PyTorch saves)";
+  if (begins("\x80\x02") || begins("\x80\x04")) return " (it looks like a Python pickle)";
+  if (begins("version https://git-lfs")) return " (it looks like a Git LFS pointer)";
+  if (begins("<!DOCTYPE") || begins("<html")) return " (it looks like a web page)";
+  return "";
+}
+
+json parse_header(const std::string& path, std::string_view text) {
+  std::vector<std::set<std::string>> keys;  // of the objects that are open
+  const auto check = [&](int depth, json::parse_event_t event, json& value) {
+    if (depth > kMaxHeaderDepth)
+      fail_input(path, "header nested too deep, expected {}", kMaxHeaderDepth);
+    if (event == json::parse_event_t::object_start) keys.emplace_back();
+    if (event == json::parse_event_t::object_end) keys.pop_back();
+    if (event == json::parse_event_t::key && !keys.back().insert(value.get<std::string>()).second) {
+      fail_input(path, "header has {} twice, expected each name once", value.dump());
+    }
+    return true;
+  };
+  json header;
+  try {
+    header = json::parse(text.begin(), text.end(), check);
+  } catch (const json::exception&) {
+    fail_input(path, "header of {} bytes is not JSON, expected a safetensors file", text.size());
+  }
+  if (!header.is_object()) fail_input(path, "header is no JSON object, expected one");
+  return header;
+}
+
+std::optional<int64_t> as_size(const json& value) {
+  if (!value.is_number_unsigned()) return std::nullopt;
+  const uint64_t number = value.get<uint64_t>();
+  if (number > uint64_t{INT64_MAX}) return std::nullopt;
+  return static_cast<int64_t>(number);
+}
+
+DType parse_dtype(const std::string& path, const std::string& name, const json& info) {
+  const auto found = info.find("dtype");
+  if (found != info.end() && found->is_string()) {
+    for (const DTypeName& entry : kDTypeNames) {
+      if (*found == entry.name) return entry.dtype;
+    }
+  }
+  fail_input(path, "tensor {}: dtype {}, expected F32, BF16, F16, F64, I32, I64 or U8", name,
+             found == info.end() ? "missing" : found->dump());
+}
+
+/// The shape and, since it may overflow, the number of bytes.
+std::pair<Shape, int64_t> parse_shape(const std::string& path, const std::string& name,
+                                      const json& info, DType dtype) {
+  const auto found = info.find("shape");
+  if (found == info.end() || !found->is_array() || found->size() > Shape::kMaxDims) {
+    fail_input(path, "tensor {}: no shape, expected an array of at most {} sizes", name,
+               Shape::kMaxDims);
+  }
+  Shape shape;
+  int64_t nbytes = static_cast<int64_t>(size_of(dtype));
+  bool is_empty = false, overflow = false;
+  for (const json& dim : *found) {
+    const auto size = as_size(dim);
+    if (!size)
+      fail_input(path, "tensor {}: size {} in its shape, expected an integer >= 0", name,
+                 dim.dump());
+    shape.push_back(*size);
+    is_empty = is_empty || *size == 0;
+    if (*size != 0) overflow = __builtin_mul_overflow(nbytes, *size, &nbytes) || overflow;
+  }
+  if (overflow)
+    fail_input(path, "tensor {}: shape {} overflows, expected fewer elements", name, shape);
+  return {shape, is_empty ? 0 : nbytes};
+}
+
+std::pair<int64_t, int64_t> parse_offsets(const std::string& path, const std::string& name,
+                                          const json& info, int64_t data_nbytes) {
+  const auto found = info.find("data_offsets");
+  if (found != info.end() && found->is_array() && found->size() == 2) {
+    const auto begin = as_size((*found)[0]), end = as_size((*found)[1]);
+    if (begin && end && *begin <= *end && *end <= data_nbytes) return {*begin, *end};
+  }
+  fail_input(path, "tensor {}: data_offsets {}, expected [begin, end] within {} bytes of data",
+             name, found == info.end() ? "missing" : found->dump(), data_nbytes);
+}
+
+}  // namespace
+
+SafetensorsFile::SafetensorsFile(const std::string& path)
+    : file_(std::make_unique<MappedFile>(path)) {
+  const std::string_view text = file_->text();
+  if (text.size() < 8) {
+    fail_input(path, "{} bytes, expected a safetensors file{}", text.size(), looks_like(text));
+  }
+  uint64_t header_nbytes = 0;
+  for (size_t i = 0; i < 8; ++i) {
+    header_nbytes |= uint64_t{static_cast<unsigned char>(text[i])} << (8 * i);
+  }
+  const uint64_t limit = std::min<uint64_t>(text.size() - 8, kMaxHeaderNbytes);
+  if (header_nbytes > limit) {
+    fail_input(path, "header of {} bytes, expected at most {}{}", header_nbytes, limit,
+               looks_like(text));
+  }
+  const int64_t data_begin = 8 + static_cast<int64_t>(header_nbytes);
+  const int64_t data_nbytes = file_->nbytes() - data_begin;
+  const json header = parse_header(path, text.substr(8, header_nbytes));
+
+  struct Found {
+    SafetensorsEntry entry;
+    int64_t begin, end;
+  };
+  std::vector<Found> found;
+  for (const auto& [name, info] : header.items()) {
+    if (!info.is_object()) fail_input(path, "tensor {}: {}, expected an object", name, info.dump());
+    if (name == kMetadata) {
+      for (const auto& [key, value] : info.items()) {
+        if (!value.is_string())
+          fail_input(path, "metadata {}: {}, expected a string", key, value.dump());
+        metadata_[key] = value.get<std::string>();
+      }
+      continue;
+    }
+    const DType dtype = parse_dtype(path, name, info);
+    const auto shape_nbytes = parse_shape(path, name, info, dtype);
+    const auto offsets = parse_offsets(path, name, info, data_nbytes);
+    if (offsets.second - offsets.first != shape_nbytes.second) {
+      fail_input(path, "tensor {}: {} bytes of data, expected {} for {} {}", name,
+                 offsets.second - offsets.first, shape_nbytes.second, dtype, shape_nbytes.first);
+    }
+    found.push_back({{name, dtype, shape_nbytes.first}, offsets.first, offsets.second});
+  }
+  std::sort(found.begin(), found.end(), [](const Found& a, const Found& b) {
+    return std::tie(a.begin, a.end, a.entry.name) < std::tie(b.begin, b.end, b.entry.name);
+  });
+  int64_t covered = 0;
+  for (const Found& f : found) {
+    if (f.begin != covered) {
+      fail_input(path, "tensor {}: data begins at {}, expected {} ({})", f.entry.name, f.begin,
+                 covered, f.begin < covered ? "it overlaps another" : "a gap");
+    }
+    covered = f.end;
+    entries_.push_back(f.entry);
+    offsets_.push_back(data_begin + f.begin);
+  }
+  if (covered != data_nbytes) {
+    fail_input(path, "{} bytes of data, expected {} as the header says", data_nbytes, covered);
+  }
+}
+
+const SafetensorsEntry& SafetensorsFile::find(std::string_view name) const {
+  for (const SafetensorsEntry& entry : entries_) {
+    if (entry.name == name) return entry;
+  }
+  fail_input(file_->path(), "no tensor {} among {}, expected it", name, entries_.size());
+}
+
+const void* SafetensorsFile::data(const SafetensorsEntry& entry) const {
+  return file_->data() + offsets_[static_cast<size_t>(&entry - entries_.data())];
+}
+
+SafetensorsWriter::SafetensorsWriter(const std::string& path, std::vector<SafetensorsEntry> entries,
+                                     const std::map<std::string, std::string>& metadata)
+    : path_(path), entries_(std::move(entries)) {
+  nlohmann::ordered_json header = nlohmann::ordered_json::object();
+  if (!metadata.empty()) header[std::string(kMetadata)] = metadata;
+  int64_t offset = 0;
+  for (const SafetensorsEntry& entry : entries_) {
+    TESSERA_CHECK(!header.contains(entry.name), "safetensors: tensor {} twice", entry.name);
+    header[entry.name] = {{"dtype", safetensors_name(entry.dtype)},
+                          {"shape", std::vector<int64_t>(entry.shape.begin(), entry.shape.end())},
+                          {"data_offsets", {offset, offset + entry.nbytes()}}};
+    offsets_.push_back(offset);
+    offset += entry.nbytes();
+  }
+  std::string text = header.dump();
+  text.resize((text.size() + 7) / 8 * 8, ' ');  // so that the data is aligned
+  std::string length;
+  for (size_t i = 0; i < 8; ++i) length += static_cast<char>((text.size() >> (8 * i)) & 0xff);
+  text = length + text;
+  for (int64_t& begin : offsets_) begin += static_cast<int64_t>(text.size());
+  fd_ = ::open((path_ + ".tmp").c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
+  if (fd_ < 0) fail(std::strerror(errno));
+  try {
+    write_bytes(0, text.data(), static_cast<int64_t>(text.size()));
+  } catch (...) {
+    ::close(fd_);
+    ::unlink((path_ + ".tmp").c_str());
+    throw;
+  }
+}
+
+SafetensorsWriter::~SafetensorsWriter() {
+  if (fd_ < 0) return;
+  ::close(fd_);
+  ::unlink((path_ + ".tmp").c_str());
+}
+
+void SafetensorsWriter::write(std::string_view name, const void* data, int64_t nbytes) {
+  const auto found =
+      std::find_if(entries_.begin(), entries_.end(),
+                   [&](const SafetensorsEntry& entry) { return entry.name == name; });
+  TESSERA_CHECK(found != entries_.end(), "safetensors: no tensor {} among {}", name,
+                entries_.size());
+  TESSERA_CHECK(found->nbytes() == nbytes, "safetensors: tensor {} of {} bytes, expected {}", name,
+                nbytes, found->nbytes());
+  int64_t& offset = offsets_[static_cast<size_t>(found - entries_.begin())];
+  TESSERA_CHECK(offset >= 0, "safetensors: tensor {} written twice", name);
+  write_bytes(offset, data, nbytes);
+  offset = -1;
+}
+
+void SafetensorsWriter::finish() {
+  for (size_t i = 0; i < entries_.size(); ++i) {
+    TESSERA_CHECK(offsets_[i] < 0, "safetensors: tensor {} was not written", entries_[i].name);
+  }
+  if (::fsync(fd_) != 0) fail(std::strerror(errno));
+  const int status = ::close(std::exchange(fd_, -1));
+  if (status != 0 || ::rename((path_ + ".tmp").c_str(), path_.c_str()) != 0) {
+    const std::string reason = std::strerror(errno);
+    ::unlink((path_ + ".tmp").c_str());
+    fail(reason);
+  }
+}
+
+void SafetensorsWriter::write_bytes(int64_t offset, const void* data, int64_t nbytes) {
+  const char* next = static_cast<const char*>(data);
+  while (nbytes > 0) {
+    const ssize_t written = ::pwrite(fd_, next, static_cast<size_t>(nbytes), offset);
+    if (written < 0 && errno == EINTR) continue;
+    if (written < 0) fail(std::strerror(errno));
+    next += written;
+    offset += written;
+    nbytes -= written;
+  }
+}
+
+void SafetensorsWriter::fail(std::string_view what) const {
+  throw IoError(fmt::format("{}: cannot be written: {}", path_, what));
+}
+
+}  // namespace tessera::dist

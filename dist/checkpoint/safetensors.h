@@ -1,0 +1,75 @@
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "core/dtype.h"
+#include "core/files.h"
+#include "core/shape.h"
+
+// The safetensors format: 8 bytes of header length (little endian), a JSON header
+// {"name": {"dtype": "F32", "shape": [..], "data_offsets": [begin, end]}, "__metadata__": {..}},
+// then the bytes of the tensors, which cover the rest of the file without gaps.
+
+namespace tessera::dist {
+
+struct SafetensorsEntry {
+  std::string name;
+  DType dtype = kF32;
+  Shape shape;
+  int64_t nbytes() const { return shape.numel() * static_cast<int64_t>(size_of(dtype)); }
+};
+
+/// A file open for reading, memory-mapped. It trusts nothing: the constructor checks the header's
+/// size, JSON (UTF-8, depth, keys given twice), dtypes, shapes, offsets against sizes, overlaps and
+/// gaps, and the file's size. InputError that names file, tensor, and what was found and expected.
+class SafetensorsFile {
+ public:
+  explicit SafetensorsFile(const std::string& path);
+
+  const std::vector<SafetensorsEntry>& entries() const { return entries_; }  ///< in file order
+  const std::map<std::string, std::string>& metadata() const { return metadata_; }
+  /// InputError with the file's name if there is no such tensor.
+  const SafetensorsEntry& find(std::string_view name) const;
+  /// The bytes of `entry`, which is one of `entries()`; not aligned.
+  const void* data(const SafetensorsEntry& entry) const;
+
+ private:
+  std::unique_ptr<MappedFile> file_;
+  std::vector<SafetensorsEntry> entries_;
+  std::vector<int64_t> offsets_;  // of the bytes of each entry in the file
+  std::map<std::string, std::string> metadata_;
+};
+
+/// Writes a file tensor by tensor, so that no more than one needs to be in memory. It is made under
+/// `path`.tmp and gets its name by `finish`; without that nothing is left. IoError with the
+/// system's reason.
+class SafetensorsWriter {
+ public:
+  /// The file's tensors, in its order.
+  SafetensorsWriter(const std::string& path, std::vector<SafetensorsEntry> entries,
+                    const std::map<std::string, std::string>& metadata = {});
+  ~SafetensorsWriter();
+  SafetensorsWriter(const SafetensorsWriter&) = delete;
+  SafetensorsWriter& operator=(const SafetensorsWriter&) = delete;
+
+  /// The whole of one entry, in any order. Error for an unknown name or another size.
+  void write(std::string_view name, const void* data, int64_t nbytes);
+  /// Flushes to the disk and renames. Error if a tensor was not written.
+  void finish();
+
+ private:
+  void write_bytes(int64_t offset, const void* data, int64_t nbytes);
+  [[noreturn]] void fail(std::string_view what) const;
+
+  std::string path_;
+  std::vector<SafetensorsEntry> entries_;
+  std::vector<int64_t> offsets_;  // in the file; -1 once written
+  int fd_ = -1;
+};
+
+}  // namespace tessera::dist

@@ -1,0 +1,216 @@
+#include "apps/config.h"
+
+#include "test/temp_dir.h"
+#include "test/testing.h"
+
+using namespace tessera;
+using namespace tessera::apps;
+using tessera::testing::error_of;
+
+namespace {
+
+struct Case {
+  const char* toml;
+  std::vector<std::string> overrides;
+  const char* message;
+};
+
+const std::string kText = "--data.text=x";
+
+}  // namespace
+
+TEST_CASE("config: what is wrong is named with key, place and what is allowed", "[config]") {
+  const Case cases[] = {
+      {"[model]\nlayer = 3",
+       {},
+       "f.toml:2: unknown key model.layer, expected a known one (nearest: model.layers)"},
+      {"[modle]\nlayers = 3",
+       {},
+       "f.toml:1: unknown section [modle], expected a known one (nearest: model)"},
+      {"devise = 'cpu'",
+       {},
+       "f.toml:1: unknown key devise, expected a known one (nearest: device)"},
+      {"model = 3", {}, "f.toml:1: model is a section, expected [model]"},
+      {"[model.layers]\nx = 3",
+       {},
+       "f.toml:1: model.layers = a table, expected an integer in [1, 10000]"},
+      {"\n[model]\nlayers = 'two'",
+       {},
+       "f.toml:3: model.layers = \"two\", expected an integer in [1, 10000]"},
+      {"[model]\nlayers = 2.0",
+       {},
+       "f.toml:2: model.layers = 2.0, expected an integer in [1, 10000]"},
+      {"[model]\nlayers = -1",
+       {},
+       "f.toml:2: model.layers = -1, expected an integer in [1, 10000]"},
+      {"[model]\nlayers = 2147483648",
+       {},
+       "f.toml:2: model.layers = 2147483648, expected an integer in [1, 10000]"},
+      {"[model]\nheads = 0", {}, "f.toml:2: model.heads = 0, expected an integer in [1, 4096]"},
+      {"[model]\ntied = 1", {}, "f.toml:2: model.tied = 1, expected true or false"},
+      {"[model]\nkind = 'lama'",
+       {},
+       "f.toml:2: model.kind = \"lama\", expected one of gpt2, llama (nearest: llama)"},
+      {"[model]\ndropout = 1.0", {}, "f.toml:2: model.dropout = 1.0, expected a number in [0, 1)"},
+      {"[optim]\nlr = nan", {}, "f.toml:2: optim.lr = nan, expected a number >= 0"},
+      {"[optim]\nlr = inf", {}, "f.toml:2: optim.lr = inf, expected a number >= 0"},
+      {"[optim]\nlr = [1.0]", {}, "f.toml:2: optim.lr = an array, expected a number >= 0"},
+      {"[optim]\neps = 0", {}, "f.toml:2: optim.eps = 0, expected a number > 0"},
+      {"device = 3", {}, "f.toml:1: device = 3, expected one of auto, cpu, cuda"},
+      {"[fsdp]\nstrategy = 'hybrid_shard'",
+       {},
+       "f.toml:2: fsdp.strategy = \"hybrid_shard\" is not available yet, expected one of "
+       "full_shard, no_shard"},
+      {"[fsdp]\nstrategy = 'full_sharding'",
+       {},
+       "f.toml:2: fsdp.strategy = \"full_sharding\", expected one of full_shard, no_shard "
+       "(nearest: full_shard)"},
+      {"[model]\nwidth = 100\nheads = 3",
+       {kText},
+       "f.toml:2: model.width = 100, expected a multiple of model.heads = 3"},
+      {"[model]\nwidth = 12\nheads = 4",
+       {kText},
+       "f.toml:2: head width 3, expected an even one (rotary positions)"},
+      {"[model]\nkv_heads = 3",
+       {kText},
+       "f.toml:2: model.kv_heads = 3, expected a divisor of model.heads = 4"},
+      {"[model]\nkind = 'gpt2'\nkv_heads = 2",
+       {kText},
+       "f.toml:3: model.kv_heads = 2, expected model.heads = 4 for kind gpt2"},
+      {"[model]\nkind = 'gpt2'\nqk_norm = true",
+       {kText},
+       "f.toml:3: model.qk_norm = true, expected false for kind gpt2"},
+      {"[model]\nkind = 'gpt2'\nhead_width = 8",
+       {kText},
+       "f.toml:3: model.head_width = 8, expected 0 for kind gpt2"},
+      {"[model]\ndropout = 0.1",
+       {kText},
+       "f.toml:2: model.dropout = 0.1, expected 0 for kind llama"},
+      {"[optim]\nwarmup_steps = 2000",
+       {kText},
+       "f.toml:2: optim.warmup_steps = 2000, expected at most train.steps = 1000"},
+      {"[optim]\nfinal_lr = 1.0",
+       {kText},
+       "f.toml:2: optim.final_lr = 1, expected at most optim.lr = 0.001"},
+      {"[train]\nglobal_batch = 12",
+       {kText},
+       "f.toml:2: train.global_batch = 12, expected a multiple of train.micro_batch = 8"},
+      {"[train]\nglobal_batch = 16\ngrad_accum_steps = 2",
+       {kText},
+       "f.toml:3: train.grad_accum_steps = 2, expected it left out where train.global_batch is "
+       "set"},
+      {"", {}, "data: no data given, expected one of --data.text=FILE, --data.tokens=GLOB"},
+      {"",
+       {kText, "--data.tokens=y"},
+       "data: both text and tokens given, expected one of --data.text=FILE, --data.tokens=GLOB"},
+      {"",
+       {"--data.tokens=y"},
+       "command line: data.tokens without a vocabulary, expected model.vocab to be set"},
+      {"[data]\ntext = 'x'\nval_tokens = 'y'",
+       {},
+       "f.toml:3: data.val_tokens with data.text, expected data.tokens"},
+      {"",
+       {"--train.step=3"},
+       "command line: unknown key train.step, expected a known one (nearest: train.steps)"},
+      {"", {"--train.steps=3.5"}, "command line: train.steps = \"3.5\", expected an integer >= 1"},
+      {"", {"--train.steps=0"}, "command line: train.steps = 0, expected an integer >= 1"},
+      {"", {"--train.steps="}, "command line: train.steps = \"\", expected an integer >= 1"},
+      {"",
+       {"--train.steps"},
+       "command line: --train.steps without a value, expected an integer >= 1"},
+      {"", {"--optim.lr=nan"}, "command line: optim.lr = nan, expected a number >= 0"},
+      {"", {"--model.tied=yes"}, "command line: model.tied = \"yes\", expected true or false"},
+      {"", {"train.steps=3"}, "command line: \"train.steps=3\", expected --section.key=value"},
+  };
+  for (const Case& c : cases) {
+    CAPTURE(c.toml);
+    CHECK(error_of([&] { parse_config(c.toml, "f.toml", c.overrides); }) == c.message);
+  }
+}
+
+TEST_CASE("config: a key given twice and broken TOML name the line", "[config]") {
+  const std::string twice =
+      error_of([] { parse_config("[model]\nlayers = 1\nlayers = 2", "f.toml"); });
+  CHECK(twice.starts_with("f.toml:3: "));
+  CHECK(twice.find("'layers'") != std::string::npos);
+  CHECK(error_of([] { parse_config("[model]\n\nlayers 1", "f.toml"); }).starts_with("f.toml:3: "));
+}
+
+TEST_CASE("config: errors are ConfigErrors with exit status 2", "[config]") {
+  CHECK_THROWS_AS(parse_config("[model]\nlayer = 3", "f.toml"), ConfigError);
+  CHECK(ConfigError("").exit_status() == 2);
+}
+
+TEST_CASE("config: a missing file is named", "[config]") {
+  const testing::TempDir dir;
+  CHECK(error_of([&] { load_config(dir / "none.toml"); }) ==
+        dir / "none.toml: cannot be read, expected a TOML file");
+  CHECK(error_of([&] { load_config(dir.path()); }) ==
+        dir.path() + ": cannot be read, expected a TOML file");
+}
+
+TEST_CASE("config: the command line wins over the file, the file over the default", "[config]") {
+  const Config config = parse_config(
+      "[model]\nlayers = 7\nheads = 2\n[optim]\nlr = 1", "f.toml",
+      std::vector<std::string>{"--model.layers=9", "--data.text", "a b", "--data.separator", "-1"});
+  CHECK(config.model.layers == 9);
+  CHECK(config.model.heads == 2);
+  CHECK(config.model.kv_heads == 0);
+  CHECK(config.optim.lr == 1.0);
+  CHECK(config.data.text == "a b");
+  CHECK(config.data.separator == -1);
+  CHECK(config.origin("model.layers") == "command line");
+  CHECK(config.origin("model.heads") == "f.toml:3");
+  CHECK(config.origin("model.width") == "default");
+}
+
+TEST_CASE("config: the dump reads back as the same values, whatever they are", "[config]") {
+  Config config;
+  // Every field gets a value that is not its default, so that a field missing from the dump shows.
+  for (const Field& field : config_fields(config)) {
+    if (auto* const* flag = std::get_if<bool*>(&field.value)) **flag = !**flag;
+    if (auto* const* integer = std::get_if<int64_t*>(&field.value)) **integer += 1;
+    if (auto* const* number = std::get_if<double*>(&field.value)) **number = **number / 3 + 0.1;
+    if (auto* const* text = std::get_if<std::string*>(&field.value)) {
+      **text =
+          field.choices.empty() ? "a\"b\\c\n\t\x01 \xc3\xa9" : std::string(field.choices.back());
+    }
+  }
+  config.model = {};
+  config.data = {};
+  config.data.text = "a\"b\\c\n\t\x01\x7f \xc3\xa9";
+  config.train.global_batch = 0;
+  config.optim.warmup_steps = config.optim.decay_steps = 3;
+  config.optim.final_lr = config.optim.lr / 7;
+  const std::string dump = dump_config(config);
+  const Config again = parse_config(dump, "dump");
+  CHECK(dump_config(again) == dump);
+  CHECK(again.data.text == config.data.text);
+  CHECK(again.optim.final_lr == config.optim.final_lr);
+  CHECK(again.sample.prompt == config.sample.prompt);
+}
+
+TEST_CASE("config: help names every key with its default", "[config]") {
+  const std::string help = config_help();
+  Config config;
+  for (const Field& field : config_fields(config)) {
+    CAPTURE(field.key);
+    CHECK(help.find("--" + std::string(field.key) + " ") != std::string::npos);
+    CHECK_FALSE(field.doc.empty());
+  }
+  CHECK(help.find("one of full_shard, no_shard; default \"full_shard\"") != std::string::npos);
+}
+
+TEST_CASE("config: defaults are within their own ranges", "[config]") {
+  Config config;
+  config.data.text = "x";
+  CHECK_NOTHROW(parse_config(dump_config(config), "defaults"));
+}
+
+TEST_CASE("config: nearest_name prefers the fewest edits", "[config]") {
+  const std::vector<std::string_view> names{"steps", "seed", "micro_batch"};
+  CHECK(nearest_name("step", names) == "steps");
+  CHECK(nearest_name("sed", names) == "seed");
+  CHECK(nearest_name("microbatch", names) == "micro_batch");
+  CHECK(nearest_name("", names) == "seed");
+}

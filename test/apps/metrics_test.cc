@@ -1,0 +1,126 @@
+#include "apps/metrics.h"
+
+#include <limits>
+#include <nlohmann/json.hpp>
+
+#include "core/random.h"
+#include "test/temp_dir.h"
+#include "test/testing.h"
+
+using namespace tessera;
+using namespace tessera::apps;
+using tessera::testing::error_of;
+using tessera::testing::read_file;
+
+namespace {
+
+StepMetrics example() {
+  StepMetrics m;
+  m.step = 100;
+  m.loss = 2.45312;
+  m.grad_norm = 0.81234;
+  m.lr = 1e-3;
+  m.tokens_per_second = 12345;
+  m.peak_bytes = int64_t{1} << 27;
+  return m;
+}
+
+}  // namespace
+
+TEST_CASE("metrics: numbers in JSON read back bit by bit", "[metrics]") {
+  for (uint32_t i = 0; i < 2000; ++i) {
+    const auto bits = philox(make_key(1, 2), 0, i);
+    StepMetrics m = example();
+    m.loss = std::bit_cast<float>(bits[0] & 0xbfffffffu);  // any finite f32
+    if (!std::isfinite(m.loss)) continue;
+    m.grad_norm = std::bit_cast<double>((uint64_t{bits[1] & 0xbfffffffu} << 32) | bits[2]);
+    if (!std::isfinite(m.grad_norm)) continue;
+    m.val_loss = m.loss;
+    const auto object = nlohmann::json::parse(to_json(m));
+    REQUIRE(object["loss"].get<double>() == m.loss);
+    REQUIRE(object["loss"].get<float>() == static_cast<float>(m.loss));
+    REQUIRE(object["grad_norm"].get<double>() == m.grad_norm);
+    REQUIRE(object["val_loss"].get<double>() == *m.val_loss);
+  }
+}
+
+TEST_CASE("metrics: JSON has the promised keys, val_loss only where evaluated", "[metrics]") {
+  const auto object = nlohmann::json::parse(to_json(example()));
+  for (const char* key : {"step", "loss", "grad_norm", "lr", "tokens_per_second", "peak_bytes"}) {
+    CAPTURE(key);
+    CHECK(object.contains(key));
+  }
+  CHECK(object["step"] == 100);
+  CHECK(object["peak_bytes"] == 134217728);
+  CHECK_FALSE(object.contains("val_loss"));
+  StepMetrics bad = example();
+  bad.loss = std::numeric_limits<double>::quiet_NaN();
+  CHECK(nlohmann::json::parse(to_json(bad))["loss"].is_null());
+}
+
+TEST_CASE("metrics: the printed line", "[metrics]") {
+  StepMetrics m = example();
+  CHECK(to_line(m, 2000) ==
+        "step  100/2000  loss 2.4531  grad_norm 0.812  lr 1.00e-03  12.3k tok/s  peak 0.12 GiB");
+  m.mfu = 0.456;
+  m.val_loss = 2.5;
+  m.tokens_per_second = 2345678;
+  CHECK(to_line(m, 100) ==
+        "step 100/100  loss 2.4531  grad_norm 0.812  lr 1.00e-03  2.35M tok/s  peak 0.12 GiB  "
+        "mfu 45.6%  val_loss 2.5000");
+}
+
+TEST_CASE("metrics: the progress bar keeps its width", "[metrics]") {
+  StepMetrics m = example();
+  CHECK(progress_bar(m, 200, 42, 70) ==
+        "[============>            ]  50%  step 100/200  loss 2.4531  0:42 left");
+  CHECK(progress_bar(m, 100, 0, 70).starts_with("[=========================] 100%"));
+  CHECK(progress_bar(m, 1000, 3723, 80).ends_with("1:02:03 left"));
+  for (int width = 0; width < 90; ++width) {
+    CHECK(progress_bar(m, 200, 42, width).size() <= static_cast<size_t>(width));
+  }
+}
+
+TEST_CASE("metrics: the log has a JSON line a step and prints every n-th", "[metrics]") {
+  const testing::TempDir dir;
+  dir.write("metrics.jsonl", "old\n");
+  std::FILE* out = std::tmpfile();
+  {
+    MetricsLog log(
+        {.dir = dir.path(), .num_steps = 5, .log_every = 3, .progress_bar = false, .out = out});
+    for (int64_t step = 1; step <= 5; ++step) {
+      StepMetrics m = example();
+      m.step = step;
+      if (step == 4) m.val_loss = 2;
+      log.add(m);
+    }
+  }
+  const std::string lines = read_file(dir / "metrics.jsonl");
+  CHECK(std::count(lines.begin(), lines.end(), '\n') == 5);
+  CHECK(lines.starts_with("{\"step\":1,"));
+  std::rewind(out);
+  std::string printed(4096, '\0');
+  printed.resize(std::fread(printed.data(), 1, printed.size(), out));
+  std::fclose(out);
+  CHECK(std::count(printed.begin(), printed.end(), '\n') == 4);  // steps 1, 3, 4 (evaluated), 5
+  CHECK(printed.find("step 2/5") == std::string::npos);
+  CHECK(printed.find('\r') == std::string::npos);
+}
+
+TEST_CASE("metrics: the status file is replaced whole", "[metrics]") {
+  const testing::TempDir dir;
+  write_status(dir.path(), RunState::kRunning, 0);
+  CHECK(read_file(dir / "status.json") == "{\"state\":\"running\",\"step\":0,\"why\":\"\"}\n");
+  write_status(dir.path(), RunState::kFailed, 12, "loss is \"NaN\" \xff");
+  const auto status = nlohmann::json::parse(read_file(dir / "status.json"));
+  CHECK(status["state"] == "failed");
+  CHECK(status["step"] == 12);
+  CHECK(status["why"].get<std::string>().starts_with("loss is \"NaN\""));
+  CHECK_FALSE(std::filesystem::exists(dir / "status.json.tmp"));
+  write_status(dir.path(), RunState::kPreempted, 1);
+  CHECK(nlohmann::json::parse(read_file(dir / "status.json"))["state"] == "preempted");
+  CHECK(error_of([&] { write_status(dir / "none", RunState::kFinished, 1); }) ==
+        dir / "none/status.json: cannot be written: No such file or directory");
+  CHECK(error_of([&] { MetricsLog({.dir = dir / "none"}); }) ==
+        dir / "none/metrics.jsonl: cannot be written: No such file or directory");
+}

@@ -1,0 +1,89 @@
+#include "apps/tokenizer.h"
+
+#include "test/temp_dir.h"
+#include "test/testing.h"
+
+using namespace tessera;
+using namespace tessera::apps;
+using tessera::testing::error_of;
+
+using Ids = std::vector<int32_t>;
+
+TEST_CASE("tokenizer: bytes are their own ids", "[tokenizer]") {
+  const auto tokenizer = make_byte_tokenizer();
+  CHECK(tokenizer->vocab_size() == 256);
+  CHECK(tokenizer->encode(std::string_view("a\0\xff", 3)) == Ids{97, 0, 255});
+  std::string all;
+  for (int b = 0; b < 256; ++b) all += static_cast<char>(b);
+  CHECK(tokenizer->decode(tokenizer->encode(all)) == all);
+  CHECK(error_of([&] { tokenizer->decode({256}); }) ==
+        "tokenizer: id 256, expected one in [0, 256)");
+  CHECK(error_of([&] { tokenizer->decode({-1}); }) == "tokenizer: id -1, expected one in [0, 256)");
+}
+
+TEST_CASE("tokenizer: characters are numbered by code point", "[tokenizer]") {
+  // 1, 2, 3 and 4 bytes long: b, e with acute, euro, an emoji.
+  const std::string text =
+      "b\xf0\x9f\x98\x80\xe2\x82\xac\xc3\xa9"
+      "ab";
+  const auto tokenizer = make_char_tokenizer(text);
+  CHECK(tokenizer->vocab_size() == 5);
+  CHECK(tokenizer->encode(text) == Ids{1, 4, 3, 2, 0, 1});
+  CHECK(tokenizer->decode(tokenizer->encode(text)) == text);
+  CHECK(error_of([&] { tokenizer->encode("abc"); }) ==
+        "tokenizer: character 'c' at byte 2 is not in the vocabulary of 5");
+  CHECK(error_of([&] { tokenizer->decode({5}); }) == "tokenizer: id 5, expected one in [0, 5)");
+}
+
+TEST_CASE("tokenizer: what is not UTF-8 is named by its offset", "[tokenizer]") {
+  const std::string bad[] = {"a\xff",
+                             "a\x80",
+                             "a\xc3",
+                             "a\xc0\xaf",
+                             "a\xe0\x80\xaf",
+                             "a\xed\xa0\x80",
+                             "a\xf4\x90\x80\x80",
+                             "a\xe2\x82"};
+  for (const std::string& text : bad) {
+    CAPTURE(text);
+    CHECK(error_of([&] {
+            make_char_tokenizer(text);
+          }).starts_with("tokenizer: byte 1 is not UTF-8 text, expected UTF-8"));
+  }
+}
+
+TEST_CASE("tokenizer: JSON reads back as the same tokenizer", "[tokenizer]") {
+  const std::string text = "\"\\\n\t\x01 \xc3\xa9";
+  const auto chars = make_char_tokenizer(text);
+  const auto again = parse_tokenizer(chars->to_json(), "t.json");
+  CHECK(again->name() == "char");
+  CHECK(again->to_json() == chars->to_json());
+  CHECK(again->encode(text) == chars->encode(text));
+  CHECK(parse_tokenizer(make_byte_tokenizer()->to_json(), "t.json")->name() == "byte");
+  const testing::TempDir dir;
+  CHECK(load_tokenizer(dir.write("t.json", chars->to_json()))->vocab_size() == chars->vocab_size());
+  CHECK(error_of([&] { load_tokenizer(dir / "none.json"); }) ==
+        dir / "none.json: No such file or directory, expected a file");
+}
+
+TEST_CASE("tokenizer: a damaged file is refused", "[tokenizer]") {
+  const auto message = [](const char* json) {
+    return error_of([&] { parse_tokenizer(json, "t.json"); });
+  };
+  CHECK(message("") == "t.json: not a JSON object, expected a saved tokenizer");
+  CHECK(message("[1]") == "t.json: not a JSON object, expected a saved tokenizer");
+  CHECK(message("{}") == "t.json: no type, expected \"type\": \"byte\" or \"char\"");
+  CHECK(message(R"({"type": "bpe"})") == "t.json: type \"bpe\", expected \"byte\" or \"char\"");
+  CHECK(message(R"({"type": "char"})") == "t.json: no characters, expected \"chars\": [...]");
+  CHECK(message(R"({"type": "char", "chars": []})") ==
+        "t.json: no characters, expected \"chars\": [...]");
+  CHECK(message(R"({"type": "char", "chars": ["a", "bc"]})") ==
+        "t.json: entry 1 is \"bc\", expected one character");
+  CHECK(message(R"({"type": "char", "chars": ["a", 3]})") ==
+        "t.json: entry 1 is 3, expected one character");
+  CHECK(message(R"({"type": "char", "chars": ["a", "b", "a"]})") ==
+        "t.json: character \"a\" twice, expected each once");
+  CHECK(message("{\"type\": \"char\", \"chars\": [\"\xff\"]}") ==
+        "t.json: not a JSON object, expected a saved tokenizer");
+  CHECK_THROWS_AS(parse_tokenizer("", "t.json"), InputError);
+}
