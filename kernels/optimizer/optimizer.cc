@@ -1,0 +1,158 @@
+#include "kernels/optimizer/optimizer.h"
+
+#include "kernels/optimizer/kernel.h"
+
+namespace tessera {
+namespace kernels {
+namespace {
+
+int64_t nbytes_of(DType dtype, int64_t numel) {
+  return numel * static_cast<int64_t>(size_of(dtype));
+}
+
+}  // namespace
+
+Cost FlatUpdate::cost(double flops_per_element) const {
+  Cost cost(flops_per_element * static_cast<double>(numel));
+  cost.write_or_accumulate(master, nbytes_of(kF32, numel), true)
+      .write(low, nbytes_of(low_dtype, numel))
+      .read(grad, nbytes_of(grad_dtype, numel))
+      .read(bounds, nbytes_of(kI64, 2 * num_segments))
+      .read(factors, nbytes_of(kF32, 2 * num_segments))
+      .read(grad_scale, 4)
+      .read(skip, 1);
+  return cost;
+}
+
+Cost AdamWStep::cost() const {
+  return FlatUpdate::cost(15)
+      .write_or_accumulate(exp_avg, nbytes_of(kF32, numel), true)
+      .write_or_accumulate(exp_avg_sq, nbytes_of(kF32, numel), true)
+      .read(step, 8);
+}
+
+Cost SgdStep::cost() const {
+  return FlatUpdate::cost(momentum_buffer == nullptr ? 5
+                          : nesterov                 ? 9
+                                                     : 7)
+      .write_or_accumulate(momentum_buffer, nbytes_of(kF32, numel), true);
+}
+
+Cost AdvanceStep::cost() const {
+  return Cost(0).write_or_accumulate(step, 8, true).read(skip, 1);
+}
+
+TESSERA_DEFINE_KERNEL(adamw_step, AdamWStep);
+TESSERA_DEFINE_KERNEL(sgd_step, SgdStep);
+TESSERA_DEFINE_KERNEL(advance_step, AdvanceStep);
+
+}  // namespace kernels
+
+namespace {
+
+template <class T>
+T* optional_data(const Tensor& t) {
+  return t.is_defined() ? static_cast<T*>(t.raw_data()) : nullptr;
+}
+
+void check_flat(const char* op, const char* name, const Tensor& t, const Tensor& master) {
+  TESSERA_CHECK_SHAPE(t.is_contiguous() && t.shape() == master.shape(),
+                      "{}: {} must be contiguous with master's shape {}, got {}", op, name,
+                      master.shape(), t.shape());
+}
+
+void check_state(const char* op, const char* name, const Tensor& t, const Tensor& master) {
+  check_flat(op, name, t, master);
+  TESSERA_CHECK_DTYPE(t.dtype() == kF32, "{}: {} must be f32, got {}", op, name, t.dtype());
+}
+
+void check_scalar(const char* op, const char* name, const Tensor& t, DType dtype) {
+  TESSERA_CHECK_SHAPE(t.numel() == 1, "{}: {} must be a scalar, got {}", op, name, t.shape());
+  TESSERA_CHECK_DTYPE(t.dtype() == dtype, "{}: {} must be {}, got {}", op, name, dtype, t.dtype());
+}
+
+kernels::FlatUpdate flat_args(const char* op, const FlatUpdate& u) {
+  check_state(op, "master", u.master, u.master);
+  check_flat(op, "grad", u.grad, u.master);
+  TESSERA_CHECK_DTYPE(u.grad.dtype() == kF32 || u.grad.dtype() == kBF16 || u.grad.dtype() == kF16,
+                      "{}: grad must be f32, bf16 or f16, got {}", op, u.grad.dtype());
+  if (u.low.is_defined()) {
+    check_flat(op, "low", u.low, u.master);
+    TESSERA_CHECK_DTYPE(is_floating(u.low.dtype()), "{}: low must be floating, got {}", op,
+                        u.low.dtype());
+  }
+  if (u.grad_scale.is_defined()) check_scalar(op, "grad_scale", u.grad_scale, kF32);
+  if (u.skip.is_defined()) check_scalar(op, "skip", u.skip, kU8);
+  return {.master = static_cast<float*>(u.master.raw_data()),
+          .low = optional_data<void>(u.low),
+          .grad = u.grad.raw_data(),
+          .low_dtype = u.low.is_defined() ? u.low.dtype() : kF32,
+          .grad_dtype = u.grad.dtype(),
+          .first = u.first,
+          .numel = u.master.numel(),
+          .bounds = optional_data<const int64_t>(u.segments.bounds),
+          .factors = optional_data<const float>(u.segments.factors),
+          .num_segments = u.segments.bounds.is_defined() ? u.segments.bounds.dim(0) : 0,
+          .grad_scale = optional_data<const float>(u.grad_scale),
+          .skip = optional_data<const uint8_t>(u.skip),
+          .lr = u.lr,
+          .weight_decay = u.weight_decay};
+}
+
+/// A graph that saved the tensor notices the change.
+void mark_changed(const Tensor& t) {
+  if (t.is_defined()) ++*t.impl()->version;
+}
+
+}  // namespace
+
+FlatSegments flat_segments(std::span<const FlatSegment> segments, int64_t numel) {
+  std::vector<int64_t> bounds;
+  std::vector<float> factors;
+  int64_t previous_end = 0;
+  for (const FlatSegment& segment : segments) {
+    TESSERA_CHECK(
+        segment.begin >= previous_end && segment.end >= segment.begin && segment.end <= numel,
+        "flat_segments: segment [{}, {}) must begin at {} or later and end by {}", segment.begin,
+        segment.end, previous_end, numel);
+    previous_end = segment.end;
+    bounds.insert(bounds.end(), {segment.begin, segment.end});
+    factors.insert(factors.end(), {segment.lr_scale, segment.decay_scale});
+  }
+  const Shape shape{static_cast<int64_t>(segments.size()), 2};
+  return {from_values(std::span<const int64_t>(bounds), shape, kI64),
+          from_values(std::span<const float>(factors), shape, kF32)};
+}
+
+void adamw_step(const FlatUpdate& update, const AdamWUpdate& adamw) {
+  const kernels::FlatUpdate args = flat_args("adamw_step", update);
+  check_state("adamw_step", "exp_avg", adamw.exp_avg, update.master);
+  check_state("adamw_step", "exp_avg_sq", adamw.exp_avg_sq, update.master);
+  check_scalar("adamw_step", "step", adamw.step, kI64);
+  kernels::adamw_step(current_stream(), {args, static_cast<float*>(adamw.exp_avg.raw_data()),
+                                         static_cast<float*>(adamw.exp_avg_sq.raw_data()),
+                                         static_cast<const int64_t*>(adamw.step.raw_data()),
+                                         adamw.beta1, adamw.beta2, adamw.eps});
+  mark_changed(update.master);
+  mark_changed(update.low);
+}
+
+void sgd_step(const FlatUpdate& update, const SgdUpdate& sgd) {
+  const kernels::FlatUpdate args = flat_args("sgd_step", update);
+  if (sgd.momentum_buffer.is_defined()) {
+    check_state("sgd_step", "momentum_buffer", sgd.momentum_buffer, update.master);
+  }
+  kernels::sgd_step(current_stream(),
+                    {args, optional_data<float>(sgd.momentum_buffer), sgd.momentum, sgd.nesterov});
+  mark_changed(update.master);
+  mark_changed(update.low);
+}
+
+void advance_step(const Tensor& step, const Tensor& skip) {
+  check_scalar("advance_step", "step", step, kI64);
+  if (skip.is_defined()) check_scalar("advance_step", "skip", skip, kU8);
+  kernels::advance_step(current_stream(), {static_cast<int64_t*>(step.raw_data()),
+                                           optional_data<const uint8_t>(skip)});
+}
+
+}  // namespace tessera

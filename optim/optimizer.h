@@ -1,0 +1,58 @@
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "core/tensor.h"
+#include "kernels/optimizer/optimizer.h"
+#include "optim/flat_shard.h"
+
+namespace tessera::optim {
+
+/// One kind of optimizer state, for checkpoints: `tensors[i]` belongs to shard i, element for
+/// element (f32, the shape of its master).
+struct NamedState {
+  std::string name;  ///< "exp_avg"
+  std::vector<Tensor> tensors;
+};
+
+/// Updates flat shards in place: the f32 masters and their low-precision copies. Everything runs on
+/// the current stream; neither construction nor `step` waits for it.
+/// Memory   4 bytes per element and state (class kOptimizer), and the segment tables
+/// State    the number of steps taken is a device scalar, because only the device knows whether a
+///          step was skipped
+class Optimizer {
+ public:
+  /// ShapeError or DtypeError if a shard's tensors do not fit, Error if its segments overlap.
+  explicit Optimizer(std::vector<FlatShard> shards, float lr);
+  virtual ~Optimizer() = default;
+  Optimizer(const Optimizer&) = delete;
+  Optimizer& operator=(const Optimizer&) = delete;
+
+  /// One step on all shards. `grad_scale` (f32 [], may be undefined) multiplies the gradients: the
+  /// clip factor times one over the loss scale. If `skip` (u8 [], may be undefined) is not 0 on the
+  /// device, then nothing changes, neither parameters nor states nor the step count.
+  void step(float lr, const Tensor& grad_scale = {}, const Tensor& skip = {});
+  /// With the learning rate of the options.
+  void step() { step(lr_); }
+
+  /// The states in a fixed order; writing into the tensors loads them.
+  virtual std::vector<NamedState> state() const = 0;
+  /// i64 []: steps taken and not skipped.
+  const Tensor& step_count() const { return step_count_; }
+  const std::vector<FlatShard>& shards() const { return shards_; }
+
+ protected:
+  /// Updates shard `index`; the step count is already that of this step.
+  virtual void update_shard(size_t index, const FlatUpdate& update) = 0;
+  /// A zeroed state of each shard.
+  NamedState make_state(std::string name) const;
+
+ private:
+  std::vector<FlatShard> shards_;
+  std::vector<FlatSegments> segments_;
+  Tensor step_count_;
+  float lr_;
+};
+
+}  // namespace tessera::optim

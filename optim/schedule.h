@@ -1,0 +1,44 @@
+#pragma once
+
+#include <cstdint>
+#include <string_view>
+
+namespace tessera::optim {
+
+enum class ScheduleKind : unsigned char { kConstant, kLinear, kCosine, kWsd };
+
+/// "constant", "linear", "cosine", "wsd".
+std::string_view name_of(ScheduleKind kind);
+/// The inverse of `name_of`; ConfigError that lists the names if there is none.
+ScheduleKind schedule_from_name(std::string_view name);
+
+struct ScheduleOptions {
+  ScheduleKind kind = ScheduleKind::kCosine;
+  float peak_lr = 1e-3f;
+  float final_lr = 0;        ///< not used by kConstant
+  int64_t num_steps = 1;     ///< steps of the whole run
+  int64_t warmup_steps = 0;  ///< 0: the first step is at the peak
+  int64_t decay_steps = 0;   ///< kWsd: the last steps, from the peak to final_lr; 0: none
+};
+
+/// The learning rate of step 0, 1, ..., num_steps - 1. With w = warmup_steps:
+///   warmup    lr(s) = peak (s + 1) / w for s < w, so lr(w - 1) is exactly the peak
+///   kConstant the peak from then on
+///   kLinear, kCosine  from the peak at step max(w - 1, 0) to exactly final_lr at num_steps - 1:
+///             lr = final + (peak - final) f(t), t in [0, 1], f = 1 - t or (1 + cos(pi t)) / 2
+///   kWsd      warmup, stable, decay: the peak up to step num_steps - 1 - decay_steps, then linear
+///             to exactly final_lr at num_steps - 1; a decay that is too long begins after warmup
+/// A run that ends within the warmup never decays, and a single step is at the peak. Steps from
+/// num_steps on stay at the last step's rate.
+/// Errors   ConfigError if a rate or a number of steps is negative or num_steps is 0
+class Schedule {
+ public:
+  explicit Schedule(const ScheduleOptions& options);
+  float lr(int64_t step) const;
+  const ScheduleOptions& options() const { return options_; }
+
+ private:
+  ScheduleOptions options_;
+};
+
+}  // namespace tessera::optim
