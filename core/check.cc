@@ -5,9 +5,13 @@
 namespace tessera::detail {
 
 std::string locate(std::string message, const char* file, int line) {
-  // Meson passes sources relative to the build directory; a reader wants the path in the tree.
+  // Compilers get paths relative to the build directory; a reader wants the path in the tree, whose
+  // root is where this file's own path says.
+  constexpr std::string_view own = __FILE__, name = "core/check.cc";
+  static_assert(own.substr(own.size() - name.size()) == name);
+  constexpr std::string_view root = own.substr(0, own.size() - name.size());
   std::string_view path = file;
-  while (path.substr(0, 3) == "../") path.remove_prefix(3);
+  if (path.substr(0, root.size()) == root) path.remove_prefix(root.size());
   return fmt::format("{} {}:{}", message, path, line);
 }
 

@@ -11,7 +11,7 @@ namespace tessera {
 class OrderCheck;
 
 struct ContextOptions {
-  Device device;
+  Device device = {};
   int num_threads = 0;       ///< CPU threads of the compute stream; 0 = all allowed processors
   int64_t memory_limit = 0;  ///< bytes of the device allocator; 0 = no limit
   bool poison = false;       ///< fill freed memory with NaN in stream order
