@@ -1,0 +1,73 @@
+#!/usr/bin/env bash
+# The executables as a user meets them: what goes wrong gives one line that names it and the right
+# exit status, on one rank and on two. Usage: exit_status.sh TRAIN GENERATE ROOT [MPIRUN]
+set -uo pipefail
+train=$1 generate=$2 root=$3 mpirun=${4:-}
+if [ "$(id -u)" = 0 ]; then
+  export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+fi
+dir=$(mktemp -d)
+trap 'rm -rf "$dir"' EXIT
+failures=0
+
+expect() {  # status, text, command ...
+  local status=$1 text=$2 output actual
+  shift 2
+  output=$("${launch[@]}" "$@" 2>&1)
+  actual=$?
+  if [ "$actual" != "$status" ]; then
+    echo "exit status $actual instead of $status: ${launch[*]} $*"
+    echo "$output" | tail -5
+    failures=$((failures + 1))
+  fi
+  if [ "$(grep -cF -- "$text" <<<"$output")" != 1 ]; then
+    echo "expected exactly one line with '$text': ${launch[*]} $*"
+    echo "$output" | tail -5
+    failures=$((failures + 1))
+  fi
+}
+
+for i in $(seq 200); do echo "line $i of a text"; done >"$dir/text"
+printf '[model]\nlayer = 3\n' >"$dir/bad.toml"
+head -c 1500 /dev/zero >"$dir/zeros.bin"
+config=$root/configs/llama_tiny.toml
+common=(--device=cpu --output.dir="$dir/out" --train.steps=2 --train.micro_batch=2)
+
+launches=("")
+[ -n "$mpirun" ] && launches+=("$mpirun --oversubscribe --bind-to none -n 2")
+for words in "${launches[@]}"; do
+  read -r -a launch <<<"$words"
+  expect 2 "unknown key model.layer, expected a known one (nearest: model.layers)" \
+    "$train" "$dir/bad.toml" --data.text="$dir/text"
+  expect 2 "cannot be read, expected a TOML file" "$train" "$dir/none.toml"
+  expect 2 "train.steps = 0, expected an integer >= 1" "$train" "$config" --train.steps=0
+  expect 2 "model.width = 100, expected a multiple of model.heads = 3" \
+    "$train" "$config" --data.text="$dir/text" --model.width=100 --model.heads=3
+  expect 2 "no data given" "$train" "$config"
+  expect 3 "No such file or directory, expected a file" \
+    "$train" "$config" "${common[@]}" --data.text="$dir/none"
+  expect 3 "magic 0, expected 20240520" \
+    "$train" "$config" "${common[@]}" --data.tokens="$dir/zeros.bin" --model.vocab=100
+  expect 3 "expected at least one shard of model.context + 1 = 100001" \
+    "$train" "$config" "${common[@]}" --data.text="$dir/text" --model.context=100000
+  expect 2 "expected a directory that can be" \
+    "$train" "$config" "${common[@]}" --data.text="$dir/text" --output.dir="$dir/text"
+  expect 0 "step 2/2" "$train" "$config" "${common[@]}" --data.text="$dir/text"
+  expect 0 "line" "$generate" --checkpoint "$dir/out" --prompt line --tokens 0
+  expect 2 "--checkpoint is required" "$generate"
+  expect 2 "config.toml: cannot be read" "$generate" --checkpoint "$dir/none"
+  expect 0 "tessera-train [CONFIG.toml] [--section.key=value ...]" "$train" --help
+done
+
+# Every configuration that we ship is accepted and trains.
+launch=()
+for file in "$root"/configs/*.toml; do
+  data=(--data.text="$dir/text")
+  small=(--model.layers=1 --model.width=24 --model.context=16 --train.global_batch=0)
+  grep -q '^vocab' "$file" && small+=(--model.vocab=300)
+  expect 0 "step 2/2" "$train" "$file" "${data[@]}" "${common[@]}" "${small[@]}" \
+    --train.eval_every=0 --optim.warmup_steps=1 --sample.tokens=3
+  head -2 "$file" | grep -vq '^# ' && { echo "$file: no two lines of comment"; failures=$((failures + 1)); }
+done
+echo "$failures failures"
+[ "$failures" = 0 ]

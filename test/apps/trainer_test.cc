@@ -1,0 +1,211 @@
+#include "apps/trainer.h"
+
+#include <cmath>
+#include <nlohmann/json.hpp>
+#include <sstream>
+
+#include "core/autograd.h"
+#include "dist/comm/local.h"
+#include "test/temp_dir.h"
+#include "test/testing.h"
+
+using namespace tessera;
+using namespace tessera::apps;
+using tessera::testing::error_of;
+using tessera::testing::read_file;
+using tessera::testing::TempDir;
+
+namespace {
+
+std::string example_text() {
+  std::string text;
+  for (int i = 0; i < 60; ++i) {
+    text += "line " + std::to_string(i * i) + " of a text that is easy to learn\n";
+  }
+  return text;
+}
+
+/// A small run with the debug aids on; `extra` overrides.
+Config small_config(const TempDir& dir, std::vector<std::string> extra = {}) {
+  std::vector<std::string> overrides = {
+      "--data.text=" + dir.write("text.txt", example_text()),
+      "--output.dir=" + dir / "out",
+      "--device=cpu",
+      "--data.tokenizer=char",
+      "--model.layers=2",
+      "--model.heads=2",
+      "--model.width=24",
+      "--model.context=16",
+      "--train.steps=12",
+      "--train.micro_batch=4",
+      "--train.log_every=1000",
+      "--optim.lr=0.01",
+      "--optim.warmup_steps=2",
+      "--debug.poison=true",
+      "--debug.order_check=true",
+  };
+  overrides.insert(overrides.end(), extra.begin(), extra.end());
+  return load_config("", overrides);
+}
+
+std::vector<nlohmann::json> read_metrics(const TempDir& dir) {
+  std::vector<nlohmann::json> steps;
+  std::istringstream lines(read_file(dir / "out/metrics.jsonl"));
+  for (std::string line; std::getline(lines, line);) steps.push_back(nlohmann::json::parse(line));
+  return steps;
+}
+
+/// The metrics of a run on `world_size` thread ranks.
+std::vector<nlohmann::json> run(int world_size, const std::vector<std::string>& extra) {
+  const TempDir dir;
+  const Config config = small_config(dir, extra);
+  dist::run_ranks(world_size, [&](dist::World& world) { train(config, world); });
+  return read_metrics(dir);
+}
+
+void check_same_curve(const std::vector<nlohmann::json>& a, const std::vector<nlohmann::json>& b) {
+  REQUIRE(a.size() == b.size());
+  for (size_t i = 0; i < a.size(); ++i) {
+    for (const char* key : {"loss", "grad_norm"}) {
+      const double x = a[i][key].get<double>(), y = b[i][key].get<double>();
+      CAPTURE(i, key, x, y);
+      CHECK(std::abs(x - y) <= 1e-4 * std::abs(x));
+    }
+  }
+}
+
+}  // namespace
+
+TEST_CASE("trainer: the loss falls and everything is written", "[trainer]") {
+  for (const char* kind : {"llama", "gpt2"}) {
+    CAPTURE(kind);
+    const TempDir dir;
+    const Config config = small_config(
+        dir, {"--train.steps=40", "--train.eval_every=20", std::string("--model.kind=") + kind});
+    dist::run_ranks(1, [&](dist::World& world) {
+      const TrainResult result = train(config, world);
+      CHECK(result.steps == 40);
+      CHECK(result.val_loss.has_value());
+    });
+    const auto steps = read_metrics(dir);
+    REQUIRE(steps.size() == 40);
+    CHECK(steps.back()["step"] == 40);
+    CHECK(steps.back()["loss"].get<double>() < steps.front()["loss"].get<double>() - 0.5);
+    CHECK(steps[0]["peak_bytes"].get<int64_t>() > 0);
+    CHECK(steps[19].contains("val_loss"));
+    CHECK(steps[39].contains("val_loss"));
+    CHECK_FALSE(steps[20].contains("val_loss"));
+    const auto status = nlohmann::json::parse(read_file(dir / "out/status.json"));
+    CHECK(status["state"] == "finished");
+    CHECK(status["step"] == 40);
+    CHECK(dump_config(load_config(dir / "out/config.toml")) == dump_config(config));
+
+    const SavedModel saved = load_model(dir / "out");
+    CHECK(saved.tokenizer->name() == "char");
+    CHECK(saved.model->num_parameters() > 0);
+    // The saved model is the trained one: its loss on the start of the text is that of training.
+    const std::string text = example_text().substr(0, 17);
+    const std::vector<int32_t> ids = saved.tokenizer->encode(text);
+    const std::span<const int32_t> span(ids);
+    NoGrad no_grad;
+    const LossSum loss = saved.model->loss(from_values(span.subspan(0, 16), {1, 16}),
+                                           from_values(span.subspan(1, 16), {1, 16}));
+    CHECK(loss.sum.item() / 16 < steps.front()["loss"].get<double>() - 0.5);
+  }
+}
+
+TEST_CASE("trainer: ranks, passes and strategies give the same curve", "[trainer]") {
+  const auto one = run(1, {"--train.micro_batch=8"});
+  check_same_curve(one, run(2, {"--train.micro_batch=4"}));
+  check_same_curve(one, run(1, {"--train.micro_batch=2", "--train.grad_accum_steps=4"}));
+  check_same_curve(one, run(2, {"--train.micro_batch=2", "--train.global_batch=8"}));
+  check_same_curve(one, run(2, {"--train.micro_batch=4", "--fsdp.strategy=no_shard"}));
+  check_same_curve(one, run(1, {"--train.micro_batch=8", "--recompute.policy=full"}));
+  const double val = one.back()["val_loss"].get<double>();
+  const double other = run(2, {"--train.micro_batch=4"}).back()["val_loss"].get<double>();
+  CHECK(std::abs(val - other) <= 1e-4 * val);
+}
+
+TEST_CASE("trainer: the same run twice gives the same bits", "[trainer]") {
+  const auto a = run(2, {"--model.kind=gpt2", "--model.dropout=0.1"});
+  const auto b = run(2, {"--model.kind=gpt2", "--model.dropout=0.1"});
+  REQUIRE(a.size() == b.size());
+  for (size_t i = 0; i < a.size(); ++i) {
+    CHECK(a[i]["loss"] == b[i]["loss"]);
+    CHECK(a[i]["grad_norm"] == b[i]["grad_norm"]);
+  }
+  const auto other = run(2, {"--model.kind=gpt2", "--model.dropout=0.1", "--train.seed=2"});
+  CHECK(a[0]["loss"] != other[0]["loss"]);
+}
+
+TEST_CASE("trainer: bf16 parameters, sgd and documents train", "[trainer]") {
+  for (const char* option :
+       {"--precision.param_dtype=bf16", "--optim.name=sgd", "--data.separator=0"}) {
+    CAPTURE(option);
+    std::vector<std::string> extra = {"--train.steps=30", option};
+    if (std::string(option).ends_with("sgd")) extra.push_back("--optim.lr=0.3");
+    const auto steps = run(2, extra);
+    CHECK(steps.back()["loss"].get<double>() < steps.front()["loss"].get<double>() - 0.3);
+  }
+}
+
+TEST_CASE("trainer: data that is too short is refused with counts, on every rank", "[trainer]") {
+  for (const int world_size : {1, 2}) {
+    const TempDir dir;
+    Config config = small_config(dir, {"--model.context=4000"});
+    const auto message = [&] {
+      return error_of(
+          [&] { dist::run_ranks(world_size, [&](dist::World& world) { train(config, world); }); });
+    };
+    CHECK(message().find("tokens to train on in 1 shards, expected at least one shard of "
+                         "model.context + 1 = 4001") != std::string::npos);
+    const auto status = nlohmann::json::parse(read_file(dir / "out/status.json"));
+    CHECK(status["state"] == "failed");
+    CHECK(status["why"].get<std::string>().find("4001") != std::string::npos);
+    config = small_config(dir, {"--train.micro_batch=1000"});
+    CHECK(message().find("samples of model.context = 16, expected at least one step's " +
+                         std::to_string(1000 * world_size)) != std::string::npos);
+    config = small_config(dir, {"--train.global_batch=4", "--train.micro_batch=4"});
+    if (world_size == 2) {
+      CHECK(message() ==
+            "command line: train.global_batch = 4, expected a multiple of train.micro_batch x "
+            "ranks = 4 x 2");
+    }
+  }
+}
+
+TEST_CASE("trainer: a loss that is not finite ends the run and is reported", "[trainer]") {
+  const TempDir dir;
+  const Config config = small_config(
+      dir, {"--optim.lr=1e30", "--optim.final_lr=1e30", "--optim.clip=0", "--optim.name=sgd"});
+  const std::string message =
+      error_of([&] { dist::run_ranks(2, [&](dist::World& world) { train(config, world); }); });
+  CHECK(message.find("expected finite numbers; nothing of this step was applied") !=
+        std::string::npos);
+  CHECK(nlohmann::json::parse(read_file(dir / "out/status.json"))["state"] == "failed");
+}
+
+TEST_CASE("trainer: an output directory that cannot be made is a ConfigError", "[trainer]") {
+  const TempDir dir;
+  const Config config = small_config(dir, {"--output.dir=" + dir / "text.txt"});
+  const std::string message =
+      error_of([&] { dist::run_ranks(1, [&](dist::World& world) { train(config, world); }); });
+  CHECK(message.find("output.dir") != std::string::npos);
+  CHECK(message.find("expected a directory that can be") != std::string::npos);
+}
+
+TEST_CASE("trainer: a saved model that does not fit is named", "[trainer]") {
+  const TempDir dir;
+  const Config config = small_config(dir, {"--train.steps=1"});
+  dist::run_ranks(1, [&](dist::World& world) { train(config, world); });
+  std::string toml = read_file(dir / "out/config.toml");
+  toml.replace(toml.find("layers = 2"), 10, "layers = 1");
+  dir.write("out/config.toml", toml);
+  CHECK(error_of([&] { load_model(dir / "out"); }).find("tensors, expected the model's") !=
+        std::string::npos);
+  toml.replace(toml.find("layers = 1"), 10, "layers = 3");
+  dir.write("out/config.toml", toml);
+  CHECK(error_of([&] { load_model(dir / "out"); }).find("no tensor blocks.2.") !=
+        std::string::npos);
+  CHECK_THROWS_AS(load_model(dir / "none"), ConfigError);
+}
