@@ -93,7 +93,6 @@ bool prefers_tiles(const Matmul& p) {
 void product_tiles(const Matmul& p) {
   const int64_t tiles_n = (p.n + kTileCols - 1) / kTileCols;
   const int64_t tiles_m = (p.m + kTileRows - 1) / kTileRows;
-  // There is more than one tile, so several threads mean a parallel region, where sgemm uses one.
   std::atomic<bool> is_ok = true;
   tessera::cpu::parallel_for(tiles_m * tiles_n, 1, [&](int64_t first, int64_t last) {
     for (int64_t tile = first; tile < last; ++tile) {

@@ -9,14 +9,16 @@
 #include <unordered_map>
 
 #include "core/check.h"
+#include "core/runtime/cpu/parallel.h"
 
 // [Note: oneDNN primitives]
 // A matmul primitive is compiled for a shape and for a number of threads, so both are in the key of
 // the cache. The cache belongs to the thread, as the scratchpad does: no lock on the way to a
 // product of a few microseconds. oneDNN keeps compiled code in a cache of the process, so a second
-// thread pays little for the same shape. The matmul implementations of oneDNN never split k over
-// threads and handle each row of c alike; its sgemm does neither, which is why a product goes there
-// only in tiles of a fixed size (cpu.cc).
+// thread pays little for the same shape. The matmul implementations of oneDNN (2.6) never split k
+// over threads and handle each row of c alike; the tests would show a version that does not. Its
+// sgemm promises neither, which is why a product goes there only in tiles of a fixed size, one
+// thread each (cpu.cc).
 
 namespace tessera::kernels::cpu {
 namespace {
@@ -70,7 +72,7 @@ dnnl::memory::data_type type_of(DType dtype) {
 int threads_for(const OnednnMatmul& call) {
   const double flops = 2.0 * static_cast<double>(call.m) * static_cast<double>(call.n) *
                        static_cast<double>(call.k) * static_cast<double>(call.num_batches);
-  return flops < 2.5e6 ? 1 : omp_get_max_threads();
+  return flops < 2.5e6 ? 1 : tessera::cpu::num_threads();
 }
 
 Key key_of(const OnednnMatmul& call, int num_threads) {
@@ -163,10 +165,11 @@ Primitive& find_primitive(ThreadState& state, const OnednnMatmul& call, int num_
   return state.primitives.emplace(key, std::move(made)).first->second;
 }
 
+/// The threads that oneDNN sees, for a scope.
 class ThreadsGuard {
  public:
   explicit ThreadsGuard(int num_threads) : previous_(omp_get_max_threads()) {
-    if (num_threads != previous_) omp_set_num_threads(num_threads);
+    omp_set_num_threads(num_threads);
   }
   ~ThreadsGuard() { omp_set_num_threads(previous_); }
   ThreadsGuard(const ThreadsGuard&) = delete;
@@ -218,6 +221,7 @@ bool onednn_has_bf16() {
 
 bool onednn_sgemm(float* c, const float* a, const float* b, bool accumulate, int64_t m, int64_t n,
                   int64_t k, int64_t lda, int64_t ldb, int64_t ldc) {
+  const ThreadsGuard guard(1);
   return dnnl_sgemm('N', 'N', m, n, k, 1.0f, a, lda, b, ldb, accumulate ? 1.0f : 0.0f, c, ldc) ==
          dnnl_success;
 }

@@ -22,10 +22,10 @@ struct OnednnMatmul {
   int64_t num_batches, batch_stride_a, batch_stride_b, batch_stride_c;
 };
 
-/// Runs on the OpenMP threads of the calling thread (one, if the product is tiny). Primitives are
-/// made once a shape and kept by the calling thread, the last kMaxPrimitives of them; they share a
-/// scratchpad of the thread, which only grows. A row of the result has the same bits whatever the
-/// number of threads and of other rows.
+/// Runs on the threads that the calling worker may use (one, if the product is tiny). Primitives
+/// are made once a shape and kept by the calling thread, the last kMaxPrimitives of them; they
+/// share a scratchpad of the thread, which only grows. A row of the result has the same bits
+/// whatever the number of threads and of other rows.
 void onednn_matmul(const OnednnMatmul& call);
 inline constexpr int kMaxPrimitives = 256;
 
@@ -33,8 +33,8 @@ inline constexpr int kMaxPrimitives = 256;
 /// not at all on others.
 bool onednn_has_bf16();
 
-/// c = a b (+ c): f32, a [m, k] and b [k, n] row-major, on the calling OpenMP thread alone when
-/// inside a parallel region. False if it failed.
+/// c = a b (+ c): f32, a [m, k] and b [k, n] row-major, on the calling thread alone. False if it
+/// failed.
 bool onednn_sgemm(float* c, const float* a, const float* b, bool accumulate, int64_t m, int64_t n,
                   int64_t k, int64_t lda, int64_t ldb, int64_t ldc);
 
