@@ -9,17 +9,17 @@ namespace tessera {
 struct AttentionOptions {
   bool causal = true;
   float scale = 0;  ///< of the logits; 0 means 1 / sqrt(D)
-  Tensor document_starts =
-      {};                    ///< i32 [B, T]: first position of the query's document; undefined: one
+  /// i32 [B, T]: first position of the query's document; undefined: one document a sample.
+  Tensor document_starts = {};
   Tensor alibi_slopes = {};  ///< f32 [H]; undefined: no position bias
 };
 
 /// Softmax attention with f32 statistics that never holds a T x S matrix: keys are taken a tile at
 /// a time and the softmax is corrected as larger logits come (Milakov & Gimelshein 2018,
 /// arXiv:1805.02867; Dao 2023, arXiv:2307.08691).
-///   o[b,t,h] = sum_s p[s] v[b,s,h'],  p = softmax_s(scale q[b,t,h] . k[b,s,h'] - slope[h] |t' -
-///   s|) h' = h / (H / Hk);  t' = S - T + t: queries are the last T positions (decoding with a
-///   cache)
+///   o[b,t,h] = sum_s p[s] v[b,s,h']
+///   p = softmax_s(scale q[b,t,h] . k[b,s,h'] - slope[h] |t' - s|)
+///   h' = h / (H / Hk);  t' = S - T + t: queries are the last positions (decoding with a cache)
 /// Visible are keys s <= t' if causal, and those of the query's document: s >= document_starts[b,t]
 /// and, if not causal, s before the next document. A query that sees no key gives 0.
 /// Shapes   q [B, T, H, D], k and v [B, S, Hk, D], S >= T, H a multiple of Hk -> o [B, T, H, D]

@@ -190,25 +190,23 @@ struct Rows {
       : data(base + batch * strides.batch + head * strides.head), stride(strides.time) {}
 };
 
-/// A tile of keys or values as A: in place if it is A already (and may be), else widened to
-/// `buffer`, [keys][head_dim].
+/// A tile of keys or values as A: in place if it is A already, else widened to `buffer`,
+/// [keys][head_dim].
 template <class A, class T>
 struct Tile {
   const A* data;
   int64_t stride;
 
-  Tile(const Rows<const T>& rows, int64_t begin, int64_t num_keys, int64_t head_dim, bool in_place,
-       A* buffer)
-      : data(buffer), stride(head_dim) {
+  Tile(const Rows<const T>& rows, int64_t begin, int64_t num_keys, int64_t head_dim, A* buffer) {
     if constexpr (std::is_same_v<A, T>) {
-      if (in_place) {
-        data = rows.data + begin * rows.stride;
-        stride = rows.stride;
-        return;
-      }
+      data = rows.data + begin * rows.stride;
+      stride = rows.stride;
+    } else {
+      data = buffer;
+      stride = head_dim;
+      for (int64_t k = 0; k < num_keys; ++k)
+        widen(buffer + k * head_dim, rows.data + (begin + k) * rows.stride, head_dim);
     }
-    for (int64_t k = 0; k < num_keys; ++k)
-      widen(buffer + k * head_dim, rows.data + (begin + k) * rows.stride, head_dim);
   }
 };
 
@@ -329,8 +327,7 @@ void forward_block(const AttentionFwd& a, int64_t batch, int64_t kv_head, int64_
     Run runs[kKeys / kMaskStep];
     const int num_runs = find_runs(block, tile, num_keys, runs);
     if (num_runs == 0) continue;
-    const Tile<A, T> k(k_rows, tile, num_keys, D, true, k_buffer);
-    const Tile<A, T> v(v_rows, tile, num_keys, D, false, v_buffer);
+    const Tile<A, T> k(k_rows, tile, num_keys, D, k_buffer);
     for (int r = 0; r < num_runs; ++r) {
       const Run& run = runs[r];
       const int64_t lane = run.low * kLanes<A>;
@@ -339,6 +336,7 @@ void forward_block(const AttentionFwd& a, int64_t batch, int64_t kv_head, int64_
       mask_run(block, tile, run, has_bias, p);
     }
     softmax.update(p, runs, num_runs, o, D);
+    const Tile<A, T> v(v_rows, tile, num_keys, D, v_buffer);
     for (int r = 0; r < num_runs; ++r) {
       const Run& run = runs[r];
       const int64_t lane = run.low * kLanes<A>;
@@ -435,8 +433,8 @@ void backward_block(const AttentionBwd& a, int64_t batch, int64_t kv_head, int64
     Run runs[kKeys / kMaskStep];
     const int num_runs = find_runs(block, tile, num_keys, runs);
     if (num_runs == 0) continue;
-    const Tile<A, T> k(k_rows, tile, num_keys, D, false, tiles.k_buffer);
-    const Tile<A, T> v(v_rows, tile, num_keys, D, true, tiles.v_buffer);
+    const Tile<A, T> k(k_rows, tile, num_keys, D, tiles.k_buffer);
+    const Tile<A, T> v(v_rows, tile, num_keys, D, tiles.v_buffer);
     for (int r = 0; r < num_runs; ++r) {
       const Run& run = runs[r];
       const int64_t keys = run.end - run.begin, lane = run.low * kLanes<A>;

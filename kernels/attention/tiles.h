@@ -51,8 +51,9 @@ inline Vector<A> broadcast(A value) {
 /// polynomial of cpu::exp (core/runtime/cpu/math.h), without the steps that only large x needs.
 inline Vector<float> exp_lanes(Vector<float> x) {
   typedef int32_t Int __attribute__((vector_size(kVectorBytes)));
-  // Adding 1.5 * 2^23 rounds to an integer, which then stands in the low bits of the sum.
-  constexpr float kRound = 12582912.0f;
+  // Adding 1.5 * 2^23 rounds to an integer n, which then stands in the low bits of the sum, here
+  // already with the exponent's bias. The high bits fall out of the shift.
+  constexpr float kRound = 12582912.0f + 127.0f;
   const Vector<float> shifted = x * 1.44269504088896341f + kRound;
   const Vector<float> n = shifted - kRound;
   const Vector<float> r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
@@ -62,10 +63,8 @@ inline Vector<float> exp_lanes(Vector<float> x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   const Vector<float> y = (p * r * r + r) + 1.0f;
-  const Int exponent = (Int)shifted << 23;  // the high bits of kRound fall out
-  const Vector<float> scaled = (Vector<float>)((Int)y + exponent);
-  const Vector<float> kept = x < -87.33654f ? Vector<float>{} : scaled;
-  return x != x ? x : kept;
+  const Vector<float> power = (Vector<float>)((Int)shifted << 23);
+  return x < -87.33654f ? Vector<float>{} : y * power;
 }
 inline Vector<double> exp_lanes(Vector<double> x) {
   for (int i = 0; i < kLanes<double>; ++i) x[i] = std::exp(x[i]);
