@@ -1,0 +1,242 @@
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "core/runtime/cpu/math.h"
+#include "core/runtime/cpu/parallel.h"
+#include "kernels/loss/kernel.h"
+
+// Parallel over rows. A row of logits is walked in blocks that stay in the first cache level: the
+// maximum of a block, then its exponentials against the running maximum, whose sum is rescaled when
+// the maximum grows. A row's result does not depend on the others.
+
+namespace tessera::kernels::cpu {
+namespace {
+
+using tessera::cpu::parallel_for;
+
+constexpr int64_t kBlock = 1024;
+
+int64_t target_at(const Targets& targets, int64_t row) {
+  return targets.dtype == kI64 ? static_cast<const int64_t*>(targets.data)[row]
+                               : static_cast<const int32_t*>(targets.data)[row];
+}
+
+/// Throws: to be called outside of parallel regions.
+void check_targets(const Targets& targets, int64_t rows, int64_t vocab) {
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t target = target_at(targets, row);
+    const bool is_valid = (target >= 0 && target < vocab) || target == targets.ignore_index;
+    TESSERA_CHECK(is_valid,
+                  "{}: target {} at position {} is outside [0, {}) and is not ignore_index ({})",
+                  targets.op, target, targets.first_row + row, vocab, targets.ignore_index);
+  }
+}
+
+template <class F>
+void for_each_row(int64_t rows, int64_t vocab, F&& f) {
+  parallel_for(rows, std::max<int64_t>(1, 16384 / vocab), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) f(row);
+  });
+}
+
+template <class T, class C = ComputeType<T>>
+C block_max(const T* x, int64_t count) {
+  C max = -std::numeric_limits<C>::infinity();
+#pragma omp simd reduction(max : max)
+  for (int64_t c = 0; c < count; ++c) max = C(x[c]) > max ? C(x[c]) : max;
+  return max;
+}
+
+/// The maximum so far and the sum of exponentials against it.
+template <class C>
+struct OnlineSum {
+  C max = -std::numeric_limits<C>::infinity();
+  C sum = 0;
+
+  void raise(C new_max) {
+    if (!(new_max > max)) return;
+    sum *= tessera::cpu::exp(max - new_max);  // max = -inf: the sum is 0 and stays 0
+    max = new_max;
+  }
+  /// What exponentials are taken against; finite while all logits so far are -inf.
+  C reference() const { return max == -std::numeric_limits<C>::infinity() ? C(0) : max; }
+};
+
+template <class T>
+OnlineSum<ComputeType<T>> row_sum(const T* x, int64_t vocab) {
+  using C = ComputeType<T>;
+  OnlineSum<C> online;
+  for (int64_t first = 0; first < vocab; first += kBlock) {
+    const int64_t count = std::min(kBlock, vocab - first);
+    const T* block = x + first;
+    online.raise(block_max(block, count));
+    const C reference = online.reference();
+    C sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t c = 0; c < count; ++c) sum += tessera::cpu::exp(C(block[c]) - reference);
+    online.sum += sum;
+  }
+  return online;
+}
+
+/// Writes a row of gradients block by block: value(c) for element c, reading ahead of writing, so
+/// that the row may lie over the logits it is made of. Copied as bytes: the types may differ.
+template <class D, class C, class Value>
+void write_row(D* dst, int64_t vocab, bool accumulate, Value&& value) {
+  constexpr int64_t kWidth = 256;
+  for (int64_t first = 0; first < vocab; first += kWidth) {
+    const int64_t count = std::min(kWidth, vocab - first);
+    C values[kWidth];
+    value(first, count, values);
+    D rounded[kWidth];
+    if (accumulate) {
+#pragma omp simd
+      for (int64_t c = 0; c < count; ++c) rounded[c] = D(C(dst[first + c]) + values[c]);
+    } else {
+#pragma omp simd
+      for (int64_t c = 0; c < count; ++c) rounded[c] = D(values[c]);
+    }
+    std::memcpy(static_cast<void*>(dst + first), rounded, static_cast<size_t>(count) * sizeof(D));
+  }
+}
+
+template <class D>
+void zero_row(D* dst, int64_t vocab, bool accumulate) {
+  if (!accumulate) std::fill(dst, dst + vocab, D(0.0f));
+}
+
+template <class T, class D>
+void cross_entropy_bwd_rows(const CrossEntropyBwd& a) {
+  using C = ComputeType<T>;
+  const C scale = *static_cast<const C*>(a.scale);
+  for_each_row(a.rows, a.vocab, [&](int64_t row) {
+    D* dst = static_cast<D*>(a.dlogits) + row * a.dlogits_row_stride;
+    const int64_t target = target_at(a.targets, row);
+    if (target == a.targets.ignore_index) return zero_row(dst, a.vocab, a.accumulate);
+    const T* x = static_cast<const T*>(a.logits) + row * a.row_stride;
+    const C max = static_cast<const C*>(a.stats)[2 * row];
+    const C log_sum = static_cast<const C*>(a.stats)[2 * row + 1];
+    write_row<D, C>(dst, a.vocab, a.accumulate, [=](int64_t first, int64_t count, C* values) {
+#pragma omp simd
+      for (int64_t c = 0; c < count; ++c) {
+        values[c] = tessera::cpu::exp((C(x[first + c]) - max) - log_sum) * scale;
+      }
+      if (target >= first && target < first + count) values[target - first] -= scale;
+    });
+  });
+}
+
+template <class C, class D>
+void cross_entropy_fused_rows(const CrossEntropyFused& a) {
+  constexpr int64_t kMaxBlocks = 512;
+  const C scale = *static_cast<const C*>(a.scale);
+  // Blocks of a multiple of write_row's width, few enough for the array below.
+  const int64_t width = std::max(kBlock, (a.vocab / kMaxBlocks / 256 + 1) * 256);
+  const int64_t ratio = static_cast<int64_t>(sizeof(C) / sizeof(D));
+  for_each_row(a.rows, a.vocab, [&](int64_t row) {
+    C* x = static_cast<C*>(a.logits) + row * a.row_stride;
+    D* dst = static_cast<D*>(a.logits) + row * a.row_stride * ratio;
+    const int64_t target = target_at(a.targets, row);
+    if (target == a.targets.ignore_index) {
+      static_cast<C*>(a.losses)[row] = 0;
+      return zero_row(dst, a.vocab, false);
+    }
+    const C target_logit = x[target];
+    C references[kMaxBlocks];  // the maximum that each block's exponentials were taken against
+    OnlineSum<C> online;
+    for (int64_t first = 0, k = 0; first < a.vocab; first += width, ++k) {
+      const int64_t count = std::min(width, a.vocab - first);
+      C* block = x + first;
+      online.raise(block_max(block, count));
+      const C reference = online.reference();
+      references[k] = online.max;  // -inf: its exponentials, all 0, get the factor 0
+      C sum = 0;
+#pragma omp simd reduction(+ : sum)
+      for (int64_t c = 0; c < count; ++c) {
+        const C e = tessera::cpu::exp(block[c] - reference);
+        block[c] = e;
+        sum += e;
+      }
+      online.sum += sum;
+    }
+    static_cast<C*>(a.losses)[row] = std::log(online.sum) - (target_logit - online.max);
+    const C inverse_sum = scale / online.sum, max = online.max;
+    write_row<D, C>(dst, a.vocab, false, [=, &references](int64_t first, int64_t count, C* values) {
+      const C factor = tessera::cpu::exp(references[first / width] - max) * inverse_sum;
+#pragma omp simd
+      for (int64_t c = 0; c < count; ++c) values[c] = x[first + c] * factor;
+      if (target >= first && target < first + count) values[target - first] -= scale;
+    });
+  });
+}
+
+template <class C>
+void add_losses(const LossTotal& a) {
+  double sum = 0;
+  int64_t count = 0;
+  for (int64_t row = 0; row < a.rows; ++row) {
+    if (target_at(a.targets, row) == a.targets.ignore_index) continue;
+    sum += static_cast<double>(static_cast<const C*>(a.losses)[row]);
+    ++count;
+  }
+  *static_cast<C*>(a.sum) = static_cast<C>(sum);
+  *static_cast<C*>(a.count) = static_cast<C>(count);
+}
+
+/// Calls f with the C++ types of logits and of their gradient.
+template <class F>
+void visit_types(const char* op, DType dtype, DType dlogits_dtype, F&& f) {
+  visit_float(dtype, op, [&](auto tag) {
+    if (dlogits_dtype == dtype) return f(tag, tag);
+    if (dtype == kF32 && dlogits_dtype == kBF16) return f(tag, TypeTag<BFloat16>{});
+    f(tag, TypeTag<Float16>{});
+  });
+}
+
+}  // namespace
+
+void cross_entropy_fwd(const CrossEntropyFwd& a) {
+  check_targets(a.targets, a.rows, a.vocab);
+  visit_float(a.dtype, a.targets.op, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    using C = ComputeType<T>;
+    for_each_row(a.rows, a.vocab, [&](int64_t row) {
+      const int64_t target = target_at(a.targets, row);
+      const T* x = static_cast<const T*>(a.logits) + row * a.row_stride;
+      C loss = 0, max = 0, log_sum = 0;
+      if (target != a.targets.ignore_index) {
+        const OnlineSum<C> online = row_sum(x, a.vocab);
+        max = online.max, log_sum = std::log(online.sum);
+        loss = log_sum - (C(x[target]) - max);
+      }
+      static_cast<C*>(a.losses)[row] = loss;
+      if (a.stats != nullptr) {
+        static_cast<C*>(a.stats)[2 * row] = max;
+        static_cast<C*>(a.stats)[2 * row + 1] = log_sum;
+      }
+    });
+  });
+}
+
+void cross_entropy_bwd(const CrossEntropyBwd& a) {
+  visit_types(a.targets.op, a.dtype, a.dlogits_dtype, [&](auto t, auto d) {
+    cross_entropy_bwd_rows<typename decltype(t)::type, typename decltype(d)::type>(a);
+  });
+}
+
+void cross_entropy_fused(const CrossEntropyFused& a) {
+  check_targets(a.targets, a.rows, a.vocab);
+  if (a.dtype == kF64) return cross_entropy_fused_rows<double, double>(a);
+  visit_types(a.targets.op, kF32, a.dlogits_dtype, [&](auto, auto d) {
+    using D = typename decltype(d)::type;
+    if constexpr (!std::is_same_v<D, double>) cross_entropy_fused_rows<float, D>(a);
+  });
+}
+
+void loss_total(const LossTotal& a) {
+  a.dtype == kF64 ? add_losses<double>(a) : add_losses<float>(a);
+}
+
+}  // namespace tessera::kernels::cpu

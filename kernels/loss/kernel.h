@@ -1,0 +1,79 @@
+#pragma once
+
+#include "core/dtype.h"
+#include "core/runtime/dispatch.h"
+
+// Cross entropy of rows of logits. Statistics and sums in f32 (f64 for f64); totals in f64.
+
+namespace tessera::kernels {
+
+/// The targets of `rows` rows: class indices in [0, vocab), or `ignore_index` for no loss.
+/// On the CPU a kernel that reads them throws from its task if one is neither, naming `op`, the
+/// target and its position (`first_row` + row).
+struct Targets {
+  const void* data;
+  DType dtype;  ///< i32 or i64
+  int64_t ignore_index;
+  int64_t first_row;
+  const char* op;  ///< a literal
+};
+
+/// losses[r] = log(sum(exp(x[r] - max))) - (x[r][target] - max), 0 for an ignored row;
+/// stats[r] = {max, log(sum(exp(x[r] - max)))}: log p = (x - max) - log sum without cancellation.
+struct CrossEntropyFwd {
+  void* losses;  ///< [rows], f32 (f64)
+  void* stats;   ///< [rows, 2], f32 (f64); absent if no backward follows
+  const void* logits;
+  Targets targets;
+  DType dtype;  ///< of logits
+  int64_t rows, vocab;
+  int64_t row_stride;  ///< elements between rows of logits
+  Cost cost() const;
+};
+TESSERA_DECLARE_KERNEL(cross_entropy_fwd, CrossEntropyFwd);
+
+/// dlogits[r][c] = (exp(log p[r][c]) - [c == target]) * scale, 0 for an ignored row.
+/// dlogits may be logits, also if its dtype is narrower: a row then starts at the same byte.
+struct CrossEntropyBwd {
+  void* dlogits;
+  const void* logits;
+  const void* stats;  ///< [rows, 2] of the forward
+  Targets targets;
+  const void* scale;    ///< one f32 (f64 for f64 logits) on the device: the upstream gradient
+  DType dtype;          ///< of logits
+  DType dlogits_dtype;  ///< dtype, or bf16 or f16 beside f32 logits
+  bool accumulate;
+  int64_t rows, vocab;
+  int64_t row_stride, dlogits_row_stride;  ///< elements
+  Cost cost() const;
+};
+TESSERA_DECLARE_KERNEL(cross_entropy_bwd, CrossEntropyBwd);
+
+/// Losses and gradients in one call, with one exponential an element; the logits are scratch and
+/// are overwritten by dlogits (f32 logits may become bf16 or f16; rows start at the same byte).
+struct CrossEntropyFused {
+  void* losses;  ///< [rows], f32 (f64)
+  void* logits;  ///< becomes dlogits
+  Targets targets;
+  const void* scale;  ///< as in CrossEntropyBwd
+  DType dtype;        ///< of logits: f32 or f64
+  DType dlogits_dtype;
+  int64_t rows, vocab;
+  int64_t row_stride;  ///< elements of logits
+  Cost cost() const;
+};
+TESSERA_DECLARE_KERNEL(cross_entropy_fused, CrossEntropyFused);
+
+/// sum = sum of losses in f64, in order, rounded once; count = number of targets not ignored.
+struct LossTotal {
+  void* sum;    ///< one value of `dtype`
+  void* count;  ///< one value of `dtype`
+  const void* losses;
+  Targets targets;
+  DType dtype;  ///< f32 or f64
+  int64_t rows;
+  Cost cost() const;
+};
+TESSERA_DECLARE_KERNEL(loss_total, LossTotal);
+
+}  // namespace tessera::kernels

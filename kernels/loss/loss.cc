@@ -1,0 +1,376 @@
+#include "kernels/loss/loss.h"
+
+#include <algorithm>
+
+#include "core/autograd.h"
+#include "kernels/destination.h"
+#include "kernels/loss/kernel.h"
+#include "kernels/matmul/kernel.h"
+
+namespace tessera {
+namespace kernels {
+
+namespace {
+
+int64_t span_nbytes(int64_t rows, int64_t cols, int64_t row_stride, DType dtype) {
+  return rows == 0 ? 0 : ((rows - 1) * row_stride + cols) * static_cast<int64_t>(size_of(dtype));
+}
+int64_t stat_size(DType dtype) {
+  return dtype == kF64 ? 8 : 4;
+}
+int64_t nbytes_of(const Targets& targets, int64_t rows) {
+  return rows * static_cast<int64_t>(size_of(targets.dtype));
+}
+
+}  // namespace
+
+Cost CrossEntropyFwd::cost() const {
+  return Cost(4.0 * static_cast<double>(rows * vocab))
+      .read(logits, span_nbytes(rows, vocab, row_stride, dtype))
+      .read(targets.data, nbytes_of(targets, rows))
+      .write(losses, rows * stat_size(dtype))
+      .write(stats, 2 * rows * stat_size(dtype));
+}
+
+Cost CrossEntropyBwd::cost() const {
+  return Cost(4.0 * static_cast<double>(rows * vocab))
+      .read(logits, span_nbytes(rows, vocab, row_stride, dtype))
+      .read(targets.data, nbytes_of(targets, rows))
+      .read(stats, 2 * rows * stat_size(dtype))
+      .read(scale, stat_size(dtype))
+      .write_or_accumulate(dlogits, span_nbytes(rows, vocab, dlogits_row_stride, dlogits_dtype),
+                           accumulate);
+}
+
+Cost CrossEntropyFused::cost() const {
+  return Cost(6.0 * static_cast<double>(rows * vocab))
+      .read(logits, span_nbytes(rows, vocab, row_stride, dtype))
+      .read(targets.data, nbytes_of(targets, rows))
+      .read(scale, stat_size(dtype))
+      .write(logits, span_nbytes(rows, vocab, row_stride, dtype))
+      .write(losses, rows * stat_size(dtype));
+}
+
+Cost LossTotal::cost() const {
+  const int64_t size = static_cast<int64_t>(size_of(dtype));
+  return Cost(static_cast<double>(rows))
+      .read(losses, rows * size)
+      .read(targets.data, nbytes_of(targets, rows))
+      .write(sum, size)
+      .write(count, size);
+}
+
+TESSERA_DEFINE_KERNEL(cross_entropy_fwd, CrossEntropyFwd);
+TESSERA_DEFINE_KERNEL(cross_entropy_bwd, CrossEntropyBwd);
+TESSERA_DEFINE_KERNEL(cross_entropy_fused, CrossEntropyFused);
+TESSERA_DEFINE_KERNEL(loss_total, LossTotal);
+
+}  // namespace kernels
+
+namespace {
+
+using kernels::Destination;
+using kernels::Targets;
+
+DType stats_dtype(DType dtype) {
+  return dtype == kF64 ? kF64 : kF32;
+}
+
+void check_targets(const char* op, const Tensor& x, const char* x_name, const Tensor& targets) {
+  TESSERA_CHECK_SHAPE(x.num_dims() >= 1 && x.dim(-1) >= 1,
+                      "{}: {} must have a last dimension, got {}", op, x_name, x.shape());
+  TESSERA_CHECK_DTYPE(is_floating(x.dtype()), "{}: {} must be floating, got {}", op, x_name,
+                      x.dtype());
+  const Shape leading(std::span(x.shape().begin(), x.shape().end() - 1));
+  TESSERA_CHECK_EQ(targets.shape(), leading, "{}: targets must have the leading shape of {}", op,
+                   x_name);
+  TESSERA_CHECK_DTYPE(targets.dtype() == kI32 || targets.dtype() == kI64,
+                      "{}: targets must be i32 or i64, got {}", op, targets.dtype());
+}
+
+Targets targets_from(const char* op, const Tensor& targets, int64_t ignore_index,
+                     int64_t first_row = 0) {
+  const char* data = static_cast<const char*>(targets.raw_data());
+  return {data + first_row * static_cast<int64_t>(size_of(targets.dtype())), targets.dtype(),
+          ignore_index, first_row, op};
+}
+
+LossSum add_up(const Tensor& losses, const Targets& targets) {
+  LossSum loss{empty({}, losses.dtype()), empty({}, losses.dtype())};
+  kernels::loss_total(current_stream(),
+                      {loss.sum.raw_data(), loss.count.raw_data(), losses.raw_data(), targets,
+                       losses.dtype(), losses.numel()});
+  return loss;
+}
+
+// ---- linear_cross_entropy
+
+/// One call's operands (contiguous, without history) and how its rows are cut.
+struct LinearLoss {
+  Tensor x, w, targets;
+  int64_t ignore_index;
+  int64_t rows = 0, width = 0, vocab = 0, chunk_rows = 0;
+
+  static constexpr const char* kOp = "linear_cross_entropy";
+
+  DType logits_dtype() const { return stats_dtype(x.dtype()); }
+  int64_t num_chunks() const { return (rows + chunk_rows - 1) / chunk_rows; }
+  /// f(first row, rows) for each chunk.
+  template <class F>
+  void for_each_chunk(F&& f) const {
+    for (int64_t first = 0; first < rows; first += chunk_rows) {
+      f(first, std::min(chunk_rows, rows - first));
+    }
+  }
+  Tensor make_buffer() const { return empty({std::min(chunk_rows, rows), vocab}, logits_dtype()); }
+  const void* x_row(int64_t row) const { return at(x, row * width); }
+  Targets targets_at(int64_t row) const { return targets_from(kOp, targets, ignore_index, row); }
+  static char* at(const Tensor& t, int64_t element) {
+    return static_cast<char*>(t.raw_data()) + element * static_cast<int64_t>(size_of(t.dtype()));
+  }
+  /// Elements of x's dtype between rows of gradients that lie in a buffer of logits.
+  int64_t dlogits_stride() const {
+    return vocab * static_cast<int64_t>(size_of(logits_dtype()) / size_of(x.dtype()));
+  }
+
+  void make_logits(const Tensor& buffer, int64_t first, int64_t count) const {
+    kernels::Matmul a{};
+    a.c = buffer.raw_data(), a.a = x_row(first), a.b = w.raw_data();
+    a.dtype = x.dtype(), a.c_dtype = logits_dtype(), a.trans_b = true;
+    a.m = count, a.n = vocab, a.k = width;
+    a.lda = width, a.ldb = width, a.ldc = vocab;
+    kernels::matmul(current_stream(), a);
+  }
+  /// dx[first ...] (+)= dlogits w.
+  void make_dx(const GradDst& dx, const Tensor& buffer, int64_t first, int64_t count) const {
+    kernels::Matmul a{};
+    a.c = at(dx.view, first * width), a.a = buffer.raw_data(), a.b = w.raw_data();
+    a.dtype = x.dtype(), a.c_dtype = dx.view.dtype(), a.accumulate = dx.accumulate;
+    a.m = count, a.n = width, a.k = vocab;
+    a.lda = dlogits_stride(), a.ldb = width, a.ldc = width;
+    kernels::matmul(current_stream(), a);
+  }
+  /// dw (+)= dlogits^T x[first ...].
+  void make_dw(const GradDst& dw, const Tensor& buffer, int64_t first, int64_t count) const {
+    kernels::Matmul a{};
+    a.c = dw.view.raw_data(), a.a = buffer.raw_data(), a.b = x_row(first);
+    a.dtype = x.dtype(), a.c_dtype = dw.view.dtype(), a.accumulate = dw.accumulate;
+    a.trans_a = true;
+    a.m = vocab, a.n = width, a.k = count;
+    a.lda = dlogits_stride(), a.ldb = width, a.ldc = width;
+    kernels::matmul(current_stream(), a);
+  }
+};
+
+/// Where the chunks of dw add up: the destination itself if the product can be added there without
+/// losing bits from chunk to chunk, else f32 (f64) memory that `finish` adds to it.
+class WeightGradient {
+ public:
+  WeightGradient(const LinearLoss& loss, GradDst destination)
+      : destination_(std::move(destination)), slot_(destination_) {
+    if (!destination_) return;
+    const DType dtype = destination_.view.dtype();
+    const bool is_exact =
+        dtype == loss.logits_dtype() || (dtype == loss.x.dtype() && loss.num_chunks() <= 1);
+    is_direct_ = is_exact && destination_.view.is_contiguous();
+    if (!is_direct_) slot_ = {empty({loss.vocab, loss.width}, loss.logits_dtype()), false};
+    if (loss.rows == 0 && !slot_.accumulate) slot_.view.fill_(0);
+  }
+  void add_chunk(const LinearLoss& loss, const Tensor& buffer, int64_t first, int64_t count) {
+    if (!slot_) return;
+    loss.make_dw(slot_, buffer, first, count);
+    slot_.accumulate = true;
+  }
+  void finish() {
+    if (is_direct_ || !destination_) return;
+    if (destination_.accumulate) {
+      destination_.view.add_(slot_.view);
+    } else {
+      destination_.view.copy_(slot_.view);
+    }
+  }
+
+ private:
+  GradDst destination_, slot_;
+  bool is_direct_ = true;
+};
+
+LossSum losses_only(const LinearLoss& loss, const Tensor& stats) {
+  const Tensor losses = empty({loss.rows}, loss.logits_dtype());
+  const Tensor buffer = loss.make_buffer();
+  loss.for_each_chunk([&](int64_t first, int64_t count) {
+    loss.make_logits(buffer, first, count);
+    kernels::CrossEntropyFwd a{};
+    a.losses = LinearLoss::at(losses, first), a.logits = buffer.raw_data();
+    a.stats = stats.is_defined() ? LinearLoss::at(stats, 2 * first) : nullptr;
+    a.targets = loss.targets_at(first), a.dtype = loss.logits_dtype();
+    a.rows = count, a.vocab = a.row_stride = loss.vocab;
+    kernels::cross_entropy_fwd(current_stream(), a);
+  });
+  return add_up(losses, loss.targets_at(0));
+}
+
+/// The backward of `losses_only`: each chunk's logits once more.
+void gradients_again(const LinearLoss& loss, const Tensor& stats, const Tensor& scale,
+                     const GradDst& dx, WeightGradient& dw) {
+  const Tensor buffer = loss.make_buffer();
+  loss.for_each_chunk([&](int64_t first, int64_t count) {
+    loss.make_logits(buffer, first, count);
+    kernels::CrossEntropyBwd a{};
+    a.dlogits = buffer.raw_data(), a.logits = buffer.raw_data();
+    a.stats = LinearLoss::at(stats, 2 * first), a.scale = scale.raw_data();
+    a.targets = loss.targets_at(first);
+    a.dtype = loss.logits_dtype(), a.dlogits_dtype = loss.x.dtype();
+    a.rows = count, a.vocab = a.row_stride = loss.vocab;
+    a.dlogits_row_stride = loss.dlogits_stride();
+    kernels::cross_entropy_bwd(current_stream(), a);
+    if (dx) loss.make_dx(dx, buffer, first, count);
+    dw.add_chunk(loss, buffer, first, count);
+  });
+  dw.finish();
+}
+
+/// Losses and gradients in one pass over the chunks.
+LossSum losses_and_gradients(const LinearLoss& loss, const Tensor& scale, const GradDst& dx,
+                             WeightGradient& dw) {
+  const Tensor losses = empty({loss.rows}, loss.logits_dtype());
+  const Tensor buffer = loss.make_buffer();
+  loss.for_each_chunk([&](int64_t first, int64_t count) {
+    loss.make_logits(buffer, first, count);
+    kernels::CrossEntropyFused a{};
+    a.losses = LinearLoss::at(losses, first), a.logits = buffer.raw_data();
+    a.targets = loss.targets_at(first), a.scale = scale.raw_data();
+    a.dtype = loss.logits_dtype(), a.dlogits_dtype = loss.x.dtype();
+    a.rows = count, a.vocab = a.row_stride = loss.vocab;
+    kernels::cross_entropy_fused(current_stream(), a);
+    if (dx) loss.make_dx(dx, buffer, first, count);
+    dw.add_chunk(loss, buffer, first, count);
+  });
+  dw.finish();
+  return add_up(losses, loss.targets_at(0));
+}
+
+int64_t choose_chunk_rows(int64_t rows, int64_t vocab, DType logits_dtype, int64_t requested) {
+  constexpr int64_t kBufferBytes = 64 << 20, kMinRows = 128;
+  if (requested > 0) return requested;
+  const int64_t row_nbytes = vocab * static_cast<int64_t>(size_of(logits_dtype));
+  const int64_t limit = std::max(kMinRows, kBufferBytes / row_nbytes);
+  const int64_t num_chunks = std::max<int64_t>(1, (rows + limit - 1) / limit);
+  return std::max<int64_t>(1, (rows + num_chunks - 1) / num_chunks);  // chunks of equal length
+}
+
+LinearLoss make_linear_loss(const Tensor& x, const Tensor& w, const Tensor& targets,
+                            const LinearCrossEntropyOptions& options) {
+  const char* op = LinearLoss::kOp;
+  check_targets(op, x, "x", targets);
+  TESSERA_CHECK_SHAPE(w.num_dims() == 2 && w.dim(1) == x.dim(-1) && w.dim(0) >= 1,
+                      "{}: w must be [V, {}], got {}", op, x.dim(-1), w.shape());
+  TESSERA_CHECK_EQ(w.dtype(), x.dtype(), "{}: w must have x's dtype", op);
+  TESSERA_CHECK_SHAPE(options.chunk_rows >= 0, "{}: chunk_rows must not be negative, got {}", op,
+                      options.chunk_rows);
+  if (options.grad_scale.is_defined()) {
+    TESSERA_CHECK_EQ(options.grad_scale.shape(), Shape{}, "{}: grad_scale must be a scalar", op);
+    TESSERA_CHECK_EQ(options.grad_scale.dtype(), stats_dtype(x.dtype()),
+                     "{}: grad_scale must have the loss's dtype", op);
+  }
+  NoGrad no_grad;  // copies, if any, are not part of the graph: gradients go to x and w
+  LinearLoss loss{x.contiguous().detach(), w.contiguous().detach(), targets.contiguous(),
+                  options.ignore_index};
+  loss.width = x.dim(-1), loss.vocab = w.dim(0), loss.rows = x.numel() / loss.width;
+  loss.chunk_rows =
+      choose_chunk_rows(loss.rows, loss.vocab, loss.logits_dtype(), options.chunk_rows);
+  return loss;
+}
+
+LossSum with_early_gradients(const LinearLoss& loss, const Tensor& x, const Tensor& w,
+                             const Tensor& scale) {
+  GradDst dx, dw;
+  if (x.requires_grad()) dx.view = empty(x.shape(), x.dtype());
+  const bool is_leaf = w.is_leaf();
+  if (w.requires_grad()) {
+    dw = is_leaf ? leaf_destination(w) : GradDst{empty(w.shape(), w.dtype()), false};
+  }
+  LossSum result;
+  {
+    NoGrad no_grad;
+    WeightGradient weight_gradient(loss, dw);
+    result = losses_and_gradients(loss, scale, dx, weight_gradient);
+  }
+  if (dw && is_leaf) leaf_written(w), dw = {};
+  result.sum = record(LinearLoss::kOp, {x, w}, result.sum,
+                      [dx = dx.view, dw = dw.view](const Tensor&, Grads& g) {
+                        if (dx.is_defined()) g.add(0, dx);
+                        if (dw.is_defined()) g.add(1, dw);
+                      });
+  return result;
+}
+
+}  // namespace
+
+LossSum cross_entropy(const Tensor& logits_in, const Tensor& targets_in, int64_t ignore_index) {
+  static constexpr const char* kOp = "cross_entropy";
+  check_targets(kOp, logits_in, "logits", targets_in);
+  const Tensor logits = logits_in.is_row_strided() ? logits_in : logits_in.contiguous();
+  const Tensor targets = targets_in.contiguous();
+  const int64_t vocab = logits.dim(-1), rows = logits.numel() / vocab;
+  const DType dtype = stats_dtype(logits.dtype());
+  const Tensor losses = empty({rows}, dtype);
+  const Tensor stats = needs_grad({logits}) ? empty({rows, 2}, dtype) : Tensor{};
+
+  kernels::CrossEntropyFwd a{};
+  a.losses = losses.raw_data(), a.logits = logits.raw_data();
+  a.stats = stats.is_defined() ? stats.raw_data() : nullptr;
+  a.targets = targets_from(kOp, targets, ignore_index), a.dtype = logits.dtype();
+  a.rows = rows, a.vocab = vocab, a.row_stride = logits.row_stride();
+  kernels::cross_entropy_fwd(current_stream(), a);
+
+  LossSum loss = add_up(losses, a.targets);
+  loss.sum = record(
+      kOp, {logits}, loss.sum,
+      [logits = save(logits), targets = save(targets), stats = save(stats), ignore_index, rows,
+       vocab, dtype](const Tensor& dy_in, Grads& g) {
+        const Tensor dy = dy_in.to(dtype);
+        Destination dlogits(g, 0);
+        const GradDst& slot = dlogits.claim(
+            [&](const Tensor& t) { return t.dtype() == logits->dtype() && t.is_row_strided(); },
+            logits->dtype());
+        kernels::CrossEntropyBwd b{};
+        b.dlogits = slot.view.raw_data(), b.logits = logits->raw_data();
+        b.stats = stats->raw_data(), b.scale = dy.raw_data();
+        b.targets = targets_from(kOp, targets, ignore_index);
+        b.dtype = b.dlogits_dtype = logits->dtype(), b.accumulate = slot.accumulate;
+        b.rows = rows, b.vocab = vocab;
+        b.row_stride = logits->row_stride(), b.dlogits_row_stride = slot.view.row_stride();
+        kernels::cross_entropy_bwd(current_stream(), b);
+        dlogits.finish();
+      });
+  return loss;
+}
+
+LossSum linear_cross_entropy(const Tensor& x, const Tensor& w, const Tensor& targets,
+                             const LinearCrossEntropyOptions& options) {
+  const LinearLoss loss = make_linear_loss(x, w, targets, options);
+  const bool needs_gradients = needs_grad({x, w});
+  if (needs_gradients && options.grad_scale.is_defined()) {
+    return with_early_gradients(loss, x, w, options.grad_scale);
+  }
+  const Tensor stats = needs_gradients ? empty({loss.rows, 2}, loss.logits_dtype()) : Tensor{};
+  LossSum result = losses_only(loss, stats);
+  result.sum = record(
+      LinearLoss::kOp, {x, w}, result.sum,
+      [loss, x_saved = save(loss.x), w_saved = save(loss.w), targets_saved = save(loss.targets),
+       stats = save(stats)](const Tensor& dy, Grads& g) {
+        x_saved.get(), w_saved.get(), targets_saved.get();  // unchanged since the forward
+        Destination dx(g, 0);
+        const GradDst& dx_slot = dx.claim(
+            [&](const Tensor& t) { return t.dtype() == loss.x.dtype() && t.is_contiguous(); },
+            loss.x.dtype());
+        WeightGradient dw(loss, g.destination(1));
+        gradients_again(loss, stats, dy.to(loss.logits_dtype()), dx_slot, dw);
+        dx.finish();
+        if (g.wanted(1)) g.written(1);
+      });
+  return result;
+}
+
+}  // namespace tessera
