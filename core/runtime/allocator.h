@@ -45,7 +45,7 @@ std::string format_nbytes(int64_t nbytes);
 class MemoryBackend {
  public:
   virtual ~MemoryBackend() = default;
-  virtual void* allocate(size_t nbytes) = 0;  // null when there is none; aligned to 4096
+  virtual void* allocate(size_t nbytes) = 0;  // null when there is none; aligned to 512
   virtual void free(void* data, size_t nbytes) noexcept = 0;
 };
 std::unique_ptr<MemoryBackend> make_cpu_backend();

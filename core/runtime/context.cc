@@ -6,6 +6,7 @@
 #include <mutex>
 
 #include "core/runtime/cpu_check.h"
+#include "core/runtime/cuda.h"
 #include "core/runtime/order_check.h"
 
 namespace tessera {
@@ -39,12 +40,14 @@ Context::Context(const ContextOptions& options) : options_(options) {
   // Spinning bridges the gap between two small ops; with one thread a rank others need the core.
   compute_ = make_stream("compute", {.num_threads = options_.num_threads,
                                      .spin_us = options_.num_threads > 1 ? 20 : 0});
-  allocator_ = std::make_shared<Allocator>(
-      make_cpu_backend(), Allocator::Options{.limit = options_.memory_limit,
-                                             .poison = options_.poison,
-                                             .name = tessera::name_of(options_.device)});
+  const bool is_cuda = options_.device.type == DeviceType::kCuda;
+  allocator_ =
+      std::make_shared<Allocator>(is_cuda ? make_cuda_backend(options_.device) : make_cpu_backend(),
+                                  Allocator::Options{.limit = options_.memory_limit,
+                                                     .poison = options_.poison,
+                                                     .name = tessera::name_of(options_.device)});
   host_allocator_ = std::make_shared<Allocator>(
-      make_cpu_backend(),
+      is_cuda ? make_pinned_backend(options_.device) : make_cpu_backend(),
       Allocator::Options{.limit = 0, .poison = options_.poison, .name = "host"});
 }
 
@@ -79,6 +82,7 @@ void Context::set_process_context(std::shared_ptr<Context> context) {
 Context::Scope::Scope(std::shared_ptr<Context> context)
     : context_(std::move(context)), previous_(scoped_context) {
   scoped_context = &context_;
+  if (context_->device().type == DeviceType::kCuda) use_cuda_device(context_->device());
 }
 
 Context::Scope::~Scope() {

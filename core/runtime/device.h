@@ -21,8 +21,8 @@ struct Device {
 std::string name_of(Device device);
 
 /// "cpu", "cuda" (ordinal `local_rank` modulo the number of devices) or "auto" (CUDA if there is a
-/// usable device, else the CPU). ConfigError if the name is unknown, if the build has no CUDA, or
-/// if no driver or device answers.
+/// usable device, else the CPU; a CUDA build logs why, on local rank 0). ConfigError if the name is
+/// unknown, if the build has no CUDA, or if no driver or device answers; it says which.
 Device device_from_name(std::string_view name, int local_rank = 0);
 
 }  // namespace tessera

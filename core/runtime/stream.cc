@@ -4,6 +4,7 @@
 
 #include "core/runtime/context.h"
 #include "core/runtime/cpu.h"
+#include "core/runtime/cuda.h"
 
 namespace tessera {
 namespace {
@@ -15,8 +16,8 @@ StreamImpl::StreamImpl(Device d, std::string n)
     : device(d), name(std::move(n)), id(next_stream_id.fetch_add(1)) {}
 
 Stream make_stream(Device device, std::string name, const StreamOptions& options) {
-  if (device.type == DeviceType::kCpu) return make_cpu_stream(std::move(name), options);
-  TESSERA_UNIMPLEMENTED("make_stream: this build has no device {}", device);
+  return device.type == DeviceType::kCpu ? make_cpu_stream(std::move(name), options)
+                                         : make_cuda_stream(device, std::move(name), options);
 }
 
 const Stream& current_stream() {

@@ -150,7 +150,8 @@ struct StreamOptions {
   std::shared_ptr<StreamObserver> observer = nullptr;
 };
 
-/// A new stream on `device`. UnimplementedError if the build lacks the device.
+/// A new stream on `device`. UnimplementedError if the build lacks the device, CudaError if it does
+/// not answer.
 Stream make_stream(Device device, std::string name, const StreamOptions& options = {});
 
 /// The stream on which tensor operations of this thread run: that of the innermost StreamGuard,
