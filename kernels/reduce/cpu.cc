@@ -1,0 +1,240 @@
+#include <bit>
+#include <cmath>
+#include <limits>
+#include <utility>
+
+#include "kernels/elementwise/row_io.h"
+#include "kernels/reduce/kernel.h"
+
+namespace tessera::kernels::cpu {
+
+namespace {
+
+// ---- sums ---------------------------------------------------------------------------------------
+
+/// Columns that a task sums at once.
+constexpr int64_t kSumCols = 256;
+
+/// x[offset], ... , count of them, in f32 blocks and f64 across.
+template <class C>
+double sum_contiguous(const Sum& p, int64_t offset, int64_t count) {
+  C buffer[kSumBlock];
+  double total = 0;
+  for (int64_t begin = 0; begin < count; begin += kSumBlock) {
+    const int64_t n = std::min(kSumBlock, count - begin);
+    const C* x = load_piece(buffer, p.x, p.dtype, offset + begin, 1, n);
+    C block = 0;
+#pragma omp simd reduction(+ : block)
+    for (int64_t i = 0; i < n; ++i) block += x[i];
+    total += static_cast<double>(block);
+  }
+  return total;
+}
+
+/// totals[c] = sum over `count` rows of x[offset + row * inner + c].
+template <class C>
+void sum_rows(const Sum& p, int64_t offset, int64_t count, int64_t cols, double* totals) {
+  C buffer[kSumCols], block[kSumCols];
+  std::fill_n(totals, cols, 0.0);
+  for (int64_t begin = 0; begin < count; begin += kSumBlock) {
+    std::fill_n(block, cols, C(0));
+    for (int64_t row = begin; row < std::min(begin + kSumBlock, count); ++row) {
+      const C* x = load_piece(buffer, p.x, p.dtype, offset + row * p.inner, 1, cols);
+#pragma omp simd
+      for (int64_t c = 0; c < cols; ++c) block[c] += x[c];
+    }
+#pragma omp simd
+    for (int64_t c = 0; c < cols; ++c) totals[c] += static_cast<double>(block[c]);
+  }
+}
+
+}  // namespace
+
+void sum(const Sum& p) {
+  const int64_t chunks = num_sum_chunks(p.length);
+  const int64_t chunk_length = (p.length + chunks - 1) / chunks;
+  const int64_t col_blocks = (p.inner + kSumCols - 1) / kSumCols;
+  const int64_t task_numel = std::max<int64_t>(1, chunk_length * std::min(p.inner, kSumCols));
+  const int64_t grain = (2 * kGrainElements + task_numel - 1) / task_numel;
+  // Task = (outer, chunk of the length, block of columns); partials are [outer, chunk, inner].
+  tessera::cpu::parallel_for(
+      p.outer * chunks * col_blocks, grain, [&](int64_t first, int64_t last) {
+        for (int64_t task = first; task < last; ++task) {
+          const int64_t col = task % col_blocks * kSumCols;
+          const int64_t chunk = task / col_blocks % chunks, o = task / col_blocks / chunks;
+          const int64_t cols = std::min(kSumCols, p.inner - col);
+          const int64_t begin = std::min(chunk * chunk_length, p.length);
+          const int64_t count = std::min(chunk_length, p.length - begin);
+          const int64_t offset = (o * p.length + begin) * p.inner + col;
+          double totals[kSumCols];
+          visit_compute_type(p.dtype, [&](auto tag) {
+            using C = typename decltype(tag)::type;
+            if (p.inner == 1) {
+              totals[0] = sum_contiguous<C>(p, offset, count);
+            } else {
+              sum_rows<C>(p, offset, count, cols, totals);
+            }
+          });
+          if (chunks > 1) {
+            std::copy_n(totals, cols, p.partials + (o * chunks + chunk) * p.inner + col);
+            continue;
+          }
+          for (int64_t c = 0; c < cols; ++c) totals[c] *= p.factor;
+          store_piece(p.dst, p.dst_dtype, o * p.inner + col, 1, totals, cols, p.accumulate);
+        }
+      });
+  if (chunks == 1) return;
+  for_pieces(p.outer, p.inner, [&](int64_t o, int64_t begin, int64_t end) {
+    double totals[kPieceCols];
+    const int64_t cols = end - begin;
+    std::fill_n(totals, cols, 0.0);
+    for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+      const double* partials = p.partials + (o * chunks + chunk) * p.inner + begin;
+#pragma omp simd
+      for (int64_t c = 0; c < cols; ++c) totals[c] += partials[c];
+    }
+    for (int64_t c = 0; c < cols; ++c) totals[c] *= p.factor;
+    store_piece(p.dst, p.dst_dtype, o * p.inner + begin, 1, totals, cols, p.accumulate);
+  });
+}
+
+// ---- norms --------------------------------------------------------------------------------------
+
+namespace {
+
+template <class C>
+using BitsOf = std::conditional_t<std::is_same_v<C, double>, uint64_t, uint32_t>;
+
+/// The largest magnitude of a block as bits: as integers, NaN > infinity > every finite number.
+template <class C>
+BitsOf<C> largest_magnitude(const C* x, int64_t count) {
+  constexpr BitsOf<C> kMagnitude = ~BitsOf<C>(0) >> 1;
+  BitsOf<C> largest = 0;
+#pragma omp simd reduction(max : largest)
+  for (int64_t i = 0; i < count; ++i) {
+    const BitsOf<C> bits = std::bit_cast<BitsOf<C>>(x[i]) & kMagnitude;
+    largest = bits > largest ? bits : largest;
+  }
+  return largest;
+}
+
+/// sum |x|^p of a block. `largest` tells where f32 is not enough.
+template <class C>
+double sum_powers(const C* x, int64_t count, double p, C largest) {
+  double total = 0;
+  if (p != 1 && p != 2) {
+    for (int64_t i = 0; i < count; ++i) total += std::pow(std::fabs(static_cast<double>(x[i])), p);
+    return total;
+  }
+  // The squares of these stay normal numbers and their sum finite.
+  const bool fits = p == 1 ? largest < C(1e36) : largest > C(1e-15) && largest < C(1e17);
+  if (fits) {
+    C block = 0;
+    if (p == 1) {
+#pragma omp simd reduction(+ : block)
+      for (int64_t i = 0; i < count; ++i) block += std::fabs(x[i]);
+    } else {
+#pragma omp simd reduction(+ : block)
+      for (int64_t i = 0; i < count; ++i) block += x[i] * x[i];
+    }
+    return static_cast<double>(block);
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    const double magnitude = std::fabs(static_cast<double>(x[i]));
+    total += p == 1 ? magnitude : magnitude * magnitude;
+  }
+  return total;
+}
+
+/// a maximum that keeps NaN.
+double max_or_nan(double a, double b) {
+  return a != a || a > b ? a : b;
+}
+
+/// Blocks [first, last) of the segments' blocks, counted through all segments: the sum (maximum)
+/// and whether an element is not finite.
+template <class C>
+std::pair<double, bool> norm_of_blocks(const PartialNorm& args, int64_t first, int64_t last) {
+  constexpr BitsOf<C> kInfinity = std::bit_cast<BitsOf<C>>(std::numeric_limits<C>::infinity());
+  C buffer[kSumBlock];
+  double total = 0;
+  bool has_nonfinite = false;
+  int64_t block = 0;  // of the current segment's begin
+  for (int64_t s = 0; s < args.num_segments && block < last; ++s) {
+    const int64_t begin = args.segments[2 * s], end = args.segments[2 * s + 1];
+    const int64_t num_blocks = (end - begin + kSumBlock - 1) / kSumBlock;
+    for (int64_t b = std::max<int64_t>(0, first - block); b < std::min(num_blocks, last - block);
+         ++b) {
+      const int64_t offset = begin + b * kSumBlock, count = std::min(kSumBlock, end - offset);
+      const C* x = load_piece(buffer, args.x, args.dtype, offset, 1, count);
+      const BitsOf<C> largest_bits = largest_magnitude(x, count);
+      const C largest = std::bit_cast<C>(largest_bits);
+      has_nonfinite |= largest_bits >= kInfinity;
+      if (std::isinf(args.p)) {
+        total = max_or_nan(total, static_cast<double>(largest));
+      } else if (largest != C(0)) {
+        total += sum_powers(x, count, args.p, largest);
+      }
+    }
+    block += num_blocks;
+  }
+  return {total, has_nonfinite};
+}
+
+bool is_finite(float x) {
+  constexpr uint32_t kExponent = 0x7f800000;
+  return (std::bit_cast<uint32_t>(x) & kExponent) != kExponent;
+}
+
+}  // namespace
+
+void partial_norm(const PartialNorm& p) {
+  int64_t num_blocks = 0;
+  for (int64_t s = 0; s < p.num_segments; ++s) {
+    num_blocks += (p.segments[2 * s + 1] - p.segments[2 * s] + kSumBlock - 1) / kSumBlock;
+  }
+  const int64_t chunks = std::min(num_blocks, kMaxSumChunks);
+  const int64_t chunk_numel = chunks == 0 ? 1 : num_blocks / chunks * kSumBlock;
+  const int64_t grain = (2 * kGrainElements + chunk_numel - 1) / chunk_numel;
+  tessera::cpu::parallel_for(chunks, grain, [&](int64_t begin, int64_t end) {
+    visit_compute_type(p.dtype, [&](auto tag) {
+      using C = typename decltype(tag)::type;
+      for (int64_t c = begin; c < end; ++c) {
+        const auto [total, has_nonfinite] =
+            norm_of_blocks<C>(p, num_blocks * c / chunks, num_blocks * (c + 1) / chunks);
+        p.chunks[2 * c] = total;
+        p.chunks[2 * c + 1] = has_nonfinite ? 1 : 0;
+      }
+    });
+  });
+  double total = 0;
+  bool has_nonfinite = false;
+  for (int64_t c = 0; c < chunks; ++c) {
+    total = std::isinf(p.p) ? max_or_nan(total, p.chunks[2 * c]) : total + p.chunks[2 * c];
+    has_nonfinite |= p.chunks[2 * c + 1] != 0;
+  }
+  *p.partial = total;
+  if (p.has_nonfinite != nullptr) *p.has_nonfinite = has_nonfinite ? 1 : 0;
+}
+
+void combine_norms(const CombineNorms& p) {
+  double total = 0;
+  for (int64_t i = 0; i < p.num_partials; ++i) {
+    total = std::isinf(p.p) ? max_or_nan(total, p.partials[i]) : total + p.partials[i];
+  }
+  if (p.p == 2) {
+    total = std::sqrt(total);
+  } else if (p.p != 1 && !std::isinf(p.p)) {
+    total = std::pow(total, 1 / p.p);
+  }
+  *p.norm = static_cast<float>(total);
+}
+
+void clip_factor(const ClipFactor& p) {
+  const float norm = *p.norm;
+  const bool finite = is_finite(norm);
+  *p.found_inf = finite ? 0 : 1;
+  *p.factor = finite ? std::min(1.0f, p.max_norm / (norm + 1e-6f)) : 0.0f;
+}
+
+}  // namespace tessera::kernels::cpu

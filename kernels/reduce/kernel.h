@@ -1,0 +1,68 @@
+#pragma once
+
+#include <algorithm>
+
+#include "core/dtype.h"
+#include "core/runtime/dispatch.h"
+
+namespace tessera::kernels {
+
+/// Terms that are added in f32 before the sum goes on in f64.
+inline constexpr int64_t kSumBlock = 256;
+inline constexpr int64_t kMaxSumChunks = 64;
+
+/// Pieces of a long sum that are added up on their own; a function of the length only.
+inline int64_t num_sum_chunks(int64_t length) {
+  return std::clamp<int64_t>((length + kSumBlock - 1) / kSumBlock, 1, kMaxSumChunks);
+}
+
+/// dst[o, i] = factor * sum_n x[o, n, i], or += with `accumulate`. All contiguous.
+/// `partials`: outer * num_sum_chunks(length) * inner f64, null if there is one chunk.
+struct Sum {
+  void* dst;
+  double* partials;
+  const void* x;
+  DType dst_dtype, dtype;
+  int64_t outer, length, inner;
+  double factor = 1;
+  bool accumulate = false;
+  Cost cost() const;
+};
+TESSERA_DECLARE_KERNEL(sum, Sum);
+
+/// *partial = sum |x|^p over segments [begin, end) (max |x| for p = inf); see `partial_norm` in
+/// reduce.h. `chunks`: kMaxSumChunks pairs of f64, scratch. `has_nonfinite` may be null.
+struct PartialNorm {
+  double* partial;
+  uint8_t* has_nonfinite;
+  double* chunks;
+  const void* x;
+  const int64_t* segments;
+  DType dtype;
+  int64_t numel, num_segments;
+  double p;
+  Cost cost() const;
+};
+TESSERA_DECLARE_KERNEL(partial_norm, PartialNorm);
+
+/// *norm = (partials[0] + partials[1] + ...)^(1/p), their maximum for p = inf.
+struct CombineNorms {
+  float* norm;
+  const double* partials;
+  int64_t num_partials;
+  double p;
+  Cost cost() const;
+};
+TESSERA_DECLARE_KERNEL(combine_norms, CombineNorms);
+
+/// *factor = min(1, max_norm / (*norm + 1e-6)), 0 if *norm is not finite; *found_inf = not finite.
+struct ClipFactor {
+  float* factor;
+  uint8_t* found_inf;
+  const float* norm;
+  float max_norm;
+  Cost cost() const;
+};
+TESSERA_DECLARE_KERNEL(clip_factor, ClipFactor);
+
+}  // namespace tessera::kernels
