@@ -1,9 +1,19 @@
 #include "nn/mlp.h"
 
 namespace tessera::nn {
+namespace {
+
+const MlpConfig& checked(const char* name, const MlpConfig& config) {
+  TESSERA_CHECK_AS(ConfigError, config.width > 0 && config.ffn_width > 0,
+                   "{}: width and ffn_width must be positive, got {} and {}", name, config.width,
+                   config.ffn_width);
+  return config;
+}
+
+}  // namespace
 
 Mlp::Mlp(const MlpConfig& config)
-    : gelu_(config.gelu),
+    : gelu_(checked("Mlp", config).gelu),
       up_(this, "up", config.width, config.ffn_width,
           LinearOptions{.bias = config.bias, .init = config.init}),
       down_(this, "down", config.ffn_width, config.width,
@@ -22,7 +32,7 @@ std::string Mlp::kind() const {
 }
 
 SwiGlu::SwiGlu(const MlpConfig& config)
-    : ffn_width_(config.ffn_width),
+    : ffn_width_(checked("SwiGlu", config).ffn_width),
       gate_up_(this, "gate_up", config.width, 2 * config.ffn_width,
                LinearOptions{.bias = config.bias, .init = config.init}),
       down_(this, "down", config.ffn_width, config.width,

@@ -1,0 +1,289 @@
+#include "nn/gpt2.h"
+
+#include "core/autograd.h"
+#include "core/random.h"
+#include "core/runtime/context.h"
+#include "kernels/loss/loss.h"
+#include "test/testing.h"
+
+namespace tessera::nn {
+namespace {
+
+using testing::check_bitwise;
+using testing::check_close;
+using testing::error_of;
+using testing::gradcheck;
+using testing::randint;
+using testing::tol;
+
+Gpt2Config tiny() {
+  Gpt2Config c;
+  c.vocab_size = 23;
+  c.context_length = 11;
+  c.num_layers = 2;
+  c.num_heads = 2;
+  c.width = 6;
+  c.ffn_width = 10;
+  c.init_stddev = 0.3;
+  return c;
+}
+
+TEST_CASE("gpt2: 124M has the published number of parameters", "[gpt2]") {
+  DeferredInit deferred;
+  Gpt2 model{Gpt2Config{}};
+  CHECK(model.num_parameters() == 124439808);
+  const std::string tree = print_tree(model);
+  CHECK(tree.find("Gpt2  # 124,439,808 parameters\n") == 0);
+  CHECK(tree.find("(0-11): 12 x Gpt2Block") != std::string::npos);
+  CHECK(tree.find("(qkv): Linear(768 -> 2304)  # weight [2304, 768] f32, bias [2304] f32") !=
+        std::string::npos);
+  CHECK(tree.find("(head): LmHead(768 -> 50257, tied)") != std::string::npos);
+
+  Gpt2Config xl;
+  xl.num_layers = 48;
+  xl.num_heads = 25;
+  xl.width = 1600;
+  CHECK(Gpt2(xl).num_parameters() == 1557611200);
+}
+
+TEST_CASE("gpt2: operations per token count what multiplies", "[gpt2]") {
+  DeferredInit deferred;
+  Gpt2 model{Gpt2Config{}};
+  const double matrices = 12.0 * 12 * 768 * 768 + 50257.0 * 768;
+  CHECK(model.flops_per_token(1024) == 6 * (matrices + 12.0 * 768 * 1024));
+}
+
+TEST_CASE("gpt2: names of the parameters", "[gpt2]") {
+  Gpt2 model(tiny());
+  std::vector<std::string> names;
+  for (const NamedParameter& entry : model.named_parameters()) names.push_back(entry.name);
+  const std::vector<std::string> block{"norm1.weight",  "norm1.bias",      "attn.qkv.weight",
+                                       "attn.qkv.bias", "attn.out.weight", "attn.out.bias",
+                                       "norm2.weight",  "norm2.bias",      "mlp.up.weight",
+                                       "mlp.up.bias",   "mlp.down.weight", "mlp.down.bias"};
+  std::vector<std::string> expected{"embed.weight", "position.weight"};
+  for (const char* prefix : {"blocks.0.", "blocks.1."}) {
+    for (const std::string& name : block) expected.push_back(prefix + name);
+  }
+  expected.insert(expected.end(), {"norm.weight", "norm.bias"});
+  CHECK(names == expected);
+  Gpt2Config c = tiny();
+  c.tied = false;
+  c.bias = false;
+  Gpt2 untied(c);
+  CHECK(untied.named_parameters().back().name == "head.weight");
+  CHECK(untied.named_parameters().size() == 2 + 2 * 6 + 1 + 1);
+  CHECK(untied.parameter("head.weight").tensor.impl() !=
+        untied.parameter("embed.weight").tensor.impl());
+}
+
+TEST_CASE("gpt2: projections that end a sublayer start smaller", "[gpt2]") {
+  Gpt2Config c;
+  c.vocab_size = 100;
+  c.num_layers = 8;
+  c.num_heads = 2;
+  c.width = 64;
+  Gpt2 model(c);
+  model.initialize(1);
+  const auto stddev = [&](const char* name) {
+    const std::vector<double> values = model.parameter(name).tensor.to_vector();
+    double square = 0;
+    for (const double value : values) square += value * value;
+    return std::sqrt(square / static_cast<double>(values.size()));
+  };
+  for (const char* name : {"embed.weight", "blocks.3.attn.qkv.weight", "blocks.7.mlp.up.weight"}) {
+    CHECK(std::fabs(stddev(name) / 0.02 - 1) < 0.05);
+  }
+  for (const char* name : {"blocks.0.attn.out.weight", "blocks.7.mlp.down.weight"}) {
+    CHECK(std::fabs(stddev(name) / (0.02 / 4) - 1) < 0.05);
+  }
+  CHECK(stddev("blocks.0.attn.qkv.bias") == 0);
+  CHECK(stddev("norm.weight") == 1);
+}
+
+TEST_CASE("gpt2: loss is the cross entropy of the logits", "[gpt2]") {
+  for (const bool tied : {true, false}) {
+    Gpt2Config c = tiny();
+    c.tied = tied;
+    Gpt2 model(c);
+    model.initialize(1);
+    const Tensor ids_BT = randint(0, 23, {3, 7}), targets_BT = randint(0, 23, {3, 7}, kI64, 2);
+    const LossSum loss = model.loss(ids_BT, targets_BT);
+    const Tensor logits_BTV = model.logits(ids_BT);
+    CHECK(logits_BTV.shape() == Shape{3, 7, 23});
+    const LossSum expected = cross_entropy(logits_BTV, targets_BT);
+    check_close(loss.sum, expected.sum, tol(kF32, 21));
+    CHECK(loss.count.item() == 21);
+    ForwardOptions last;
+    last.last_only = true;
+    check_close(model.logits(ids_BT, last), logits_BTV.narrow(1, 6, 1), tol(kF32, 6));
+  }
+}
+
+TEST_CASE("gpt2: backward matches finite differences", "[gpt2]") {
+  ParameterDtype dtype(kF64);
+  Gpt2Config c = tiny();
+  c.num_layers = 1;
+  Gpt2 model(c);
+  model.initialize(1);
+  const Tensor ids_BT = randint(0, 23, {2, 5}), targets_BT = randint(0, 23, {2, 5}, kI32, 2);
+  const auto parameters = model.named_parameters();
+  std::vector<Tensor> inputs;
+  for (const NamedParameter& entry : parameters) inputs.push_back(entry.parameter->tensor);
+  const auto fn = [&](const std::vector<Tensor>& in) {
+    for (size_t i = 0; i < parameters.size(); ++i) parameters[i].parameter->tensor = in[i];
+    return model.loss(ids_BT, targets_BT).sum;
+  };
+  gradcheck(fn, inputs);
+}
+
+/// Loss and all gradients of one step.
+std::vector<Tensor> step(LanguageModel& model, const Tensor& ids_BT, const Tensor& targets_BT) {
+  for (const NamedParameter& entry : model.named_parameters()) entry.parameter->tensor.zero_grad();
+  random_state() = RandomState{.seed = 3, .step = 1};
+  const LossSum loss = model.loss(ids_BT, targets_BT);
+  loss.sum.backward();
+  std::vector<Tensor> results{loss.sum.detach()};
+  for (const NamedParameter& entry : model.named_parameters()) {
+    results.push_back(entry.parameter->tensor.grad().clone());
+  }
+  return results;
+}
+
+TEST_CASE("gpt2: recompute gives the same bits, with dropout", "[gpt2]") {
+  Gpt2Config c = tiny();
+  c.num_layers = 3;
+  c.dropout = 0.2;
+  Gpt2 model(c);
+  model.initialize(1);
+  const Tensor ids_BT = randint(0, 23, {3, 7}), targets_BT = randint(0, 23, {3, 7}, kI32, 2);
+  const std::vector<Tensor> expected = step(model, ids_BT, targets_BT);
+  using Kind = RecomputePolicy::Kind;
+  for (const RecomputePolicy& policy :
+       {RecomputePolicy{Kind::kFull, 1}, RecomputePolicy{Kind::kEveryN, 2}}) {
+    model.set_recompute(policy);
+    const std::vector<Tensor> actual = step(model, ids_BT, targets_BT);
+    for (size_t i = 0; i < expected.size(); ++i) check_bitwise(actual[i], expected[i]);
+  }
+  CHECK(RecomputePolicy{Kind::kEveryN, 2}.applies_to(0));
+  CHECK_FALSE(RecomputePolicy{Kind::kEveryN, 2}.applies_to(1));
+  CHECK_FALSE(RecomputePolicy{}.applies_to(0));
+}
+
+TEST_CASE("gpt2: recompute keeps one block's activations at a time", "[gpt2]") {
+  Gpt2Config c = tiny();
+  c.num_layers = 6;
+  c.width = 32;
+  c.ffn_width = 256;
+  c.context_length = 64;
+  Gpt2 model(c);
+  model.initialize(1);
+  const Tensor ids_BT = randint(0, 23, {4, 64}), targets_BT = randint(0, 23, {4, 64}, kI32, 2);
+  const auto peak = [&] {
+    const auto& allocator = *Context::current()->allocator();
+    step(model, ids_BT, targets_BT);
+    Context::current()->compute().synchronize();
+    Context::current()->allocator()->reset_peak();
+    const int64_t before = allocator.stats().allocated;
+    step(model, ids_BT, targets_BT);
+    return allocator.stats().peak_allocated - before;
+  };
+  const int64_t without = peak();
+  model.set_recompute({RecomputePolicy::Kind::kFull, 1});
+  CHECK(peak() < without / 3);
+}
+
+TEST_CASE("gpt2: dropout acts while training only", "[gpt2]") {
+  Gpt2Config c = tiny();
+  c.dropout = 0.3;
+  Gpt2 model(c);
+  model.initialize(1);
+  const Tensor ids_BT = randint(0, 23, {3, 7});
+  random_state() = RandomState{.seed = 3, .step = 1};
+  const std::vector<double> a = model.logits(ids_BT).to_vector();
+  CHECK(random_state().op_index == 1 + 2 * 2);
+  CHECK(model.logits(ids_BT).to_vector() != a);
+  model.train(false);
+  Gpt2 plain(tiny());
+  plain.initialize(1);
+  check_bitwise(model.logits(ids_BT), plain.logits(ids_BT));
+}
+
+TEST_CASE("gpt2: a cache gives the same logits", "[gpt2]") {
+  Gpt2 model(tiny());
+  model.initialize(1);
+  NoGrad no_grad;
+  const Tensor ids_BT = randint(0, 23, {2, 9});
+  const Tensor expected = model.logits(ids_BT);
+  KvCache cache = model.make_cache(2);
+  CHECK(cache.capacity == 11);
+  ForwardOptions options;
+  options.cache = &cache;
+  int64_t begin = 0;
+  for (const int64_t num_new : {4, 1, 1, 3}) {
+    const Tensor logits = model.logits(ids_BT.narrow(1, begin, num_new).contiguous(), options);
+    check_close(logits, expected.narrow(1, begin, num_new), 1e-6);
+    begin += num_new;
+    CHECK(cache.length == begin);
+  }
+}
+
+TEST_CASE("gpt2: positions can be given", "[gpt2]") {
+  Gpt2 model(tiny());
+  model.initialize(1);
+  const Tensor ids_BT = from_values({1, 2, 3, 1, 2, 3}, {1, 6});
+  ForwardOptions options;
+  options.positions = from_values({0, 1, 2, 0, 1, 2}, {6});
+  options.document_starts = from_values({0, 0, 0, 3, 3, 3}, {1, 6});
+  const Tensor logits = model.logits(ids_BT, options);
+  check_close(logits.narrow(1, 3, 3), logits.narrow(1, 0, 3), 1e-6);
+  options.positions = from_values({0, 1, 2, 0, 1, 2}, {1, 6});
+  check_bitwise(model.logits(ids_BT, options), logits);
+}
+
+TEST_CASE("gpt2: errors name what does not fit", "[gpt2]") {
+  Gpt2 model(tiny());
+  model.initialize(1);
+  CHECK(error_of([&] {
+          model.logits(randint(0, 23, {5}));
+        }).starts_with("Gpt2: ids must be [B, T], got [5]"));
+  CHECK(error_of([&] {
+          model.logits(randint(0, 23, {1, 12}));
+        }).starts_with("Gpt2: 12 positions do not fit the context of 11"));
+  KvCache cache = model.make_cache(1, 4);
+  ForwardOptions options;
+  options.cache = &cache;
+  CHECK(error_of([&] {
+          model.logits(randint(0, 23, {1, 5}), options);
+        }).starts_with("Gpt2: 5 positions do not fit the cache's capacity of 4"));
+  options.document_starts = from_values({0}, {1, 1});
+  CHECK(error_of([&] {
+          model.logits(randint(0, 23, {1, 1}), options);
+        }).starts_with("Gpt2: document_starts and a cache do not go together"));
+  options.document_starts = {};
+  cache.layers.pop_back();
+  CHECK(error_of([&] {
+          model.logits(randint(0, 23, {1, 1}), options);
+        }).starts_with("Gpt2: the cache has another number of layers"));
+
+  const auto config_error = [](auto change) {
+    Gpt2Config c = tiny();
+    change(c);
+    return error_of([&] { Gpt2 broken(c); });
+  };
+  CHECK(config_error([](auto& c) {
+          c.num_heads = 4;
+        }).starts_with("Gpt2: width 6 is not divisible by num_heads 4"));
+  CHECK(config_error([](auto& c) {
+          c.num_layers = 0;
+        }).starts_with("Gpt2: num_layers must be positive, got 0"));
+  CHECK(config_error([](auto& c) {
+          c.vocab_size = -1;
+        }).starts_with("Gpt2: vocab_size must be positive, got -1"));
+  CHECK(config_error([](auto& c) {
+          c.ffn_width = -8;
+        }).starts_with("Mlp: width and ffn_width must be positive, got 6 and -8"));
+}
+
+}  // namespace
+}  // namespace tessera::nn
