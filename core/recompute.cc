@@ -25,6 +25,10 @@ struct RandomScope {
 
 }  // namespace
 
+bool is_checkpointing() {
+  return checkpointing;
+}
+
 bool is_recomputing() {
   return recomputing;
 }
