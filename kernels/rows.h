@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <optional>
+#include <type_traits>
 
 #include "core/dtype.h"
 #include "core/shape.h"
@@ -55,6 +56,16 @@ inline std::optional<RowLayout> row_layout(const Shape& shape, const Strides& st
   }
   if (num_levels == 2) return RowLayout{levels[0].count, levels[0].stride, levels[1].stride};
   return RowLayout{1, 0, levels[0].stride};
+}
+
+/// dst = value, rounded once. GCC vectorizes the assignment of bits, but not that of a class.
+template <class T>
+inline void assign(T& dst, ComputeType<T> value) {
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    dst.bits = BFloat16(value).bits;
+  } else {
+    dst = T(value);
+  }
 }
 
 /// Rows a thread should take at least: about 20 us of work.

@@ -6,6 +6,7 @@
 #include "core/runtime/cpu/math.h"
 #include "core/runtime/cpu/parallel.h"
 #include "kernels/loss/kernel.h"
+#include "kernels/rows.h"
 
 // Parallel over rows. A row of logits is walked in blocks that stay in the first cache level: the
 // maximum of a block, then its exponentials against the running maximum, whose sum is rescaled when
@@ -93,10 +94,10 @@ void write_row(D* dst, int64_t vocab, bool accumulate, Value&& value) {
     D rounded[kWidth];
     if (accumulate) {
 #pragma omp simd
-      for (int64_t c = 0; c < count; ++c) rounded[c] = D(C(dst[first + c]) + values[c]);
+      for (int64_t c = 0; c < count; ++c) assign(rounded[c], C(dst[first + c]) + values[c]);
     } else {
 #pragma omp simd
-      for (int64_t c = 0; c < count; ++c) rounded[c] = D(values[c]);
+      for (int64_t c = 0; c < count; ++c) assign(rounded[c], values[c]);
     }
     std::memcpy(static_cast<void*>(dst + first), rounded, static_cast<size_t>(count) * sizeof(D));
   }

@@ -27,7 +27,7 @@ void norm_fwd(const NormFwd& a) {
       const T* residual = static_cast<const T*>(a.residual) + a.residual_rows.offset(row);
       T* sum = static_cast<T*>(a.sum) + row * cols;
 #pragma omp simd
-      for (int64_t c = 0; c < cols; ++c) sum[c] = T(C(x[c]) + C(residual[c]));
+      for (int64_t c = 0; c < cols; ++c) assign(sum[c], C(x[c]) + C(residual[c]));
       x = sum;
     }
     C mean = 0;
@@ -53,11 +53,11 @@ void norm_fwd(const NormFwd& a) {
     if (b != nullptr) {
 #pragma omp simd
       for (int64_t c = 0; c < cols; ++c) {
-        y[c] = T((C(x[c]) - mean) * rstd * C(w[c]) + C(b[c]));
+        assign(y[c], (C(x[c]) - mean) * rstd * C(w[c]) + C(b[c]));
       }
     } else {
 #pragma omp simd
-      for (int64_t c = 0; c < cols; ++c) y[c] = T((C(x[c]) - mean) * rstd * C(w[c]));
+      for (int64_t c = 0; c < cols; ++c) assign(y[c], (C(x[c]) - mean) * rstd * C(w[c]));
     }
     if constexpr (kCentered) static_cast<C*>(a.mean)[row] = mean;
     static_cast<C*>(a.rstd)[row] = rstd;
@@ -110,16 +110,16 @@ void norm_bwd_rows(const NormBwd& a) {
     const T* d_sum = static_cast<const T*>(a.d_sum) + (a.d_sum != nullptr ? row * cols : 0);
     if (a.d_sum != nullptr && a.accumulate_dx) {
 #pragma omp simd
-      for (int64_t c = 0; c < cols; ++c) dx[c] = T(C(dx[c]) + C(d_sum[c]) + value(c));
+      for (int64_t c = 0; c < cols; ++c) assign(dx[c], C(dx[c]) + C(d_sum[c]) + value(c));
     } else if (a.d_sum != nullptr) {
 #pragma omp simd
-      for (int64_t c = 0; c < cols; ++c) dx[c] = T(C(d_sum[c]) + value(c));
+      for (int64_t c = 0; c < cols; ++c) assign(dx[c], C(d_sum[c]) + value(c));
     } else if (a.accumulate_dx) {
 #pragma omp simd
-      for (int64_t c = 0; c < cols; ++c) dx[c] = T(C(dx[c]) + value(c));
+      for (int64_t c = 0; c < cols; ++c) assign(dx[c], C(dx[c]) + value(c));
     } else {
 #pragma omp simd
-      for (int64_t c = 0; c < cols; ++c) dx[c] = T(value(c));
+      for (int64_t c = 0; c < cols; ++c) assign(dx[c], value(c));
     }
   };
   const int64_t chunk_rows = std::max<int64_t>(1, rows / chunks);
@@ -160,10 +160,10 @@ void add_partials(void* dst, DType dst_dtype, bool accumulate, const C* partials
         }
         if (accumulate) {
 #pragma omp simd
-          for (int64_t c = 0; c < width; ++c) out[c] = D(C(out[c]) + total[c]);
+          for (int64_t c = 0; c < width; ++c) assign(out[c], C(out[c]) + total[c]);
         } else {
 #pragma omp simd
-          for (int64_t c = 0; c < width; ++c) out[c] = D(total[c]);
+          for (int64_t c = 0; c < width; ++c) assign(out[c], total[c]);
         }
       }
     });

@@ -3,6 +3,7 @@
 
 #include "core/runtime/cpu/parallel.h"
 #include "kernels/rope/kernel.h"
+#include "kernels/rows.h"
 
 // rope_table: angles and their reduction modulo pi / 2 in f64, polynomials in f32, vectorized over
 // frequencies. rope: parallel over (batch, time); a position's table row serves all its heads.
@@ -63,13 +64,13 @@ void rotate_head(T* y, const T* x, const float* table, ComputeType<T> sign, int6
     const int64_t a = i * step, b = a + distance;
     const C c = C(cosines[i]), s = sign * C(sines[i]), x_a = C(x[a]), x_b = C(x[b]);
     const C y_a = x_a * c - x_b * s, y_b = x_b * c + x_a * s;
-    y[a] = T(kAccumulate ? C(y[a]) + y_a : y_a);
-    y[b] = T(kAccumulate ? C(y[b]) + y_b : y_b);
+    assign(y[a], kAccumulate ? C(y[a]) + y_a : y_a);
+    assign(y[b], kAccumulate ? C(y[b]) + y_b : y_b);
   }
   if (!kAccumulate && x == y) return;
 #pragma omp simd
   for (int64_t d = 2 * half; d < head_dim; ++d) {
-    y[d] = kAccumulate ? T(C(y[d]) + C(x[d])) : x[d];
+    assign(y[d], kAccumulate ? C(y[d]) + C(x[d]) : C(x[d]));
   }
 }
 

@@ -41,7 +41,7 @@ void softmax_row(T* y, const T* x, int64_t cols) {
     for (int64_t c = 0; c < cols; ++c) sum += tessera::cpu::exp(C(x[c]) - max);
     const C scale = C(1) / sum;
 #pragma omp simd
-    for (int64_t c = 0; c < cols; ++c) y[c] = T(tessera::cpu::exp(C(x[c]) - max) * scale);
+    for (int64_t c = 0; c < cols; ++c) assign(y[c], tessera::cpu::exp(C(x[c]) - max) * scale);
   }
 }
 
@@ -54,7 +54,7 @@ void log_softmax_row(T* y, const T* x, int64_t cols) {
   for (int64_t c = 0; c < cols; ++c) sum += tessera::cpu::exp(C(x[c]) - max);
   const C log_sum = std::log(sum);
 #pragma omp simd
-  for (int64_t c = 0; c < cols; ++c) y[c] = T((C(x[c]) - max) - log_sum);
+  for (int64_t c = 0; c < cols; ++c) assign(y[c], (C(x[c]) - max) - log_sum);
 }
 
 template <class F>
@@ -69,10 +69,10 @@ void write_dx(T* dx, bool accumulate, int64_t cols, Value&& value) {
   using C = ComputeType<T>;
   if (accumulate) {
 #pragma omp simd
-    for (int64_t c = 0; c < cols; ++c) dx[c] = T(C(dx[c]) + value(c));
+    for (int64_t c = 0; c < cols; ++c) assign(dx[c], C(dx[c]) + value(c));
   } else {
 #pragma omp simd
-    for (int64_t c = 0; c < cols; ++c) dx[c] = T(value(c));
+    for (int64_t c = 0; c < cols; ++c) assign(dx[c], value(c));
   }
 }
 
