@@ -1,6 +1,6 @@
 // Matrix products on the CPU.
-//   f32, bf16  oneDNN's matmul primitives (onednn.h); f32 products with a plain b and a long k by
-//              fixed tiles of its sgemm, which is up to a quarter faster there
+//   f32, bf16  oneDNN's matmul primitives (onednn.h); f32 gradients of large layers by fixed tiles
+//              of its sgemm, which is up to a quarter faster there
 //   f16        panels of both operands converted to f32, f32 products of panels; also bf16 where
 //              the processor cannot multiply it
 //   f64        own loops: for gradient checks
@@ -82,25 +82,31 @@ void convert_panel(float* dst, const void* src, DType dtype, int64_t ld, int64_t
   });
 }
 
-/// Where tiles of sgemm pay (measured on Zen 4 and 5): elsewhere the primitives are as fast.
-constexpr int64_t kTileRows = 128, kTileCols = 384, kTileMinK = 1024;
+/// Tiles of c for sgemm, where they pay (measured on Zen 4 and 5): elsewhere the primitives are as
+/// fast. No rows: not worth it.
+struct TileSize {
+  int64_t rows = 0, cols = 0;
+};
 
-bool prefers_tiles(const Matmul& p) {
-  return p.dtype == kF32 && p.num_batches == 1 && p.bias == nullptr && !p.trans_a && !p.trans_b &&
-         p.k >= kTileMinK && p.m >= 2 * kTileRows && p.n >= kTileCols;
+TileSize tile_size(const Matmul& p) {
+  if (p.dtype != kF32 || p.num_batches != 1 || p.bias != nullptr || p.trans_b) return {};
+  if (!p.trans_a && p.k >= 1024 && p.m >= 256 && p.n >= 384) return {128, 384};
+  if (p.trans_a && p.k <= 512 && p.m >= 768 && p.n >= 768) return {384, 384};
+  return {};
 }
 
-void product_tiles(const Matmul& p) {
-  const int64_t tiles_n = (p.n + kTileCols - 1) / kTileCols;
-  const int64_t tiles_m = (p.m + kTileRows - 1) / kTileRows;
+void product_tiles(const Matmul& p, const TileSize& tile) {
+  const int64_t tiles_n = (p.n + tile.cols - 1) / tile.cols;
+  const int64_t tiles_m = (p.m + tile.rows - 1) / tile.rows;
   std::atomic<bool> is_ok = true;
   tessera::cpu::parallel_for(tiles_m * tiles_n, 1, [&](int64_t first, int64_t last) {
-    for (int64_t tile = first; tile < last; ++tile) {
-      const int64_t i = tile / tiles_n * kTileRows, j = tile % tiles_n * kTileCols;
+    for (int64_t t = first; t < last; ++t) {
+      const int64_t i = t / tiles_n * tile.rows, j = t % tiles_n * tile.cols;
       const bool is_done = onednn_sgemm(
-          static_cast<float*>(p.c) + i * p.ldc + j, static_cast<const float*>(p.a) + i * p.lda,
-          static_cast<const float*>(p.b) + j, p.accumulate, std::min(kTileRows, p.m - i),
-          std::min(kTileCols, p.n - j), p.k, p.lda, p.ldb, p.ldc);
+          static_cast<float*>(p.c) + i * p.ldc + j,
+          static_cast<const float*>(p.a) + (p.trans_a ? i : i * p.lda),
+          static_cast<const float*>(p.b) + j, p.trans_a, p.accumulate, std::min(tile.rows, p.m - i),
+          std::min(tile.cols, p.n - j), p.k, p.lda, p.ldb, p.ldc);
       if (!is_done) is_ok = false;
     }
   });
@@ -150,7 +156,7 @@ void product(Matmul p) {
   const bool native = p.dtype == kF32 || (p.dtype == kBF16 && onednn_has_bf16());
   if (p.k > 0 && native) {
     if (p.residual != nullptr) preset_residual(p);
-    if (prefers_tiles(p)) return product_tiles(p);
+    if (const TileSize tile = tile_size(p); tile.rows > 0) return product_tiles(p, tile);
     return product_onednn(p);
   }
   for (int64_t i = 0; i < p.num_batches; ++i) {

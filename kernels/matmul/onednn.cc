@@ -219,11 +219,11 @@ bool onednn_has_bf16() {
   return has;
 }
 
-bool onednn_sgemm(float* c, const float* a, const float* b, bool accumulate, int64_t m, int64_t n,
-                  int64_t k, int64_t lda, int64_t ldb, int64_t ldc) {
+bool onednn_sgemm(float* c, const float* a, const float* b, bool trans_a, bool accumulate,
+                  int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb, int64_t ldc) {
   const ThreadsGuard guard(1);
-  return dnnl_sgemm('N', 'N', m, n, k, 1.0f, a, lda, b, ldb, accumulate ? 1.0f : 0.0f, c, ldc) ==
-         dnnl_success;
+  return dnnl_sgemm(trans_a ? 'T' : 'N', 'N', m, n, k, 1.0f, a, lda, b, ldb,
+                    accumulate ? 1.0f : 0.0f, c, ldc) == dnnl_success;
 }
 
 }  // namespace tessera::kernels::cpu

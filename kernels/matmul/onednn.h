@@ -33,9 +33,8 @@ inline constexpr int kMaxPrimitives = 256;
 /// not at all on others.
 bool onednn_has_bf16();
 
-/// c = a b (+ c): f32, a [m, k] and b [k, n] row-major, on the calling thread alone. False if it
-/// failed.
-bool onednn_sgemm(float* c, const float* a, const float* b, bool accumulate, int64_t m, int64_t n,
-                  int64_t k, int64_t lda, int64_t ldb, int64_t ldc);
+/// c = op(a) b (+ c): f32, row-major, on the calling thread alone. False if it failed.
+bool onednn_sgemm(float* c, const float* a, const float* b, bool trans_a, bool accumulate,
+                  int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb, int64_t ldc);
 
 }  // namespace tessera::kernels::cpu

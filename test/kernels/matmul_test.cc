@@ -113,6 +113,7 @@ TEST_CASE("matmul: every layout, epilogue and dtype equals the f64 product", "[m
 
 TEST_CASE("matmul: sgemm tiles and panels of several blocks equal the f64 product", "[matmul]") {
   check_kernel(kF32, kF32, {257, 385, 1025}, false, false);
+  check_kernel(kF32, kF32, {770, 801, 5}, true, false);
   check_kernel(kF16, kF32, {513, 1030, 3}, false, true);
   check_kernel(kF16, kF16, {5, 7, 2050}, true, false);
 }
@@ -345,9 +346,9 @@ std::vector<Values> with_threads(int num_threads, F&& f) {
 }
 
 TEST_CASE("linear: forward and backward have the same bits for any number of threads", "[matmul]") {
-  const Case sizes[] = {{1, 768, 1100}, {1, 1100, 768},    {300, 1030, 390},
-                        {520, 130, 64}, {48, 33, 2000},    {64, 64, 64},
-                        {17, 3000, 40}, {1025, 385, 1024}, {768, 128, 384}};
+  const Case sizes[] = {{1, 768, 1100},    {1, 1100, 768}, {300, 1030, 390}, {520, 130, 64},
+                        {48, 33, 2000},    {64, 64, 64},   {17, 3000, 40},   {65, 1000, 800},
+                        {1025, 385, 1024}, {768, 128, 384}};
   for (const DType dtype : {kF32, kBF16, kF16, kF64}) {
     for (const auto& [m, n, k] : sizes) {
       if (dtype == kF64 && m * n * k > 30'000'000) continue;
