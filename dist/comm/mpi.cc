@@ -92,7 +92,7 @@ class Backoff {
       return;
     }
     const auto sleep = std::clamp<Clock::duration>(waited / 8, std::chrono::microseconds(10),
-                                                   std::chrono::microseconds(200));
+                                                   std::chrono::microseconds(500));
     std::this_thread::sleep_for(sleep);
   }
 

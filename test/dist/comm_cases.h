@@ -324,6 +324,7 @@ inline void check_allocate(World& world) {
   expect(storage->nbytes() == 5000 && stats.allocated >= before + 5000 &&
              stats.allocated_by_class[static_cast<size_t>(MemoryClass::kGathered)] >= 5000,
          "allocate: the bytes are not counted");
+  Context::current()->compute().synchronize();  // fresh bytes are poisoned in stream order
   std::memset(storage->data(), 1, 5000);
   expect(comm->allocate(0, MemoryClass::kGathered)->is_materialized(), "allocate: nothing");
 }
