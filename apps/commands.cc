@@ -85,24 +85,33 @@ int generate_command(const std::vector<std::string>& arguments, dist::World& wor
     if (world.rank() == 0) print(app.help());
     return 0;
   } catch (const CLI::ParseError& error) {
-    throw ConfigError(fmt::format("command line: {} (see --help)", error.what()));
+    const ConfigError usage(fmt::format("command line: {} (see --help)", error.what()));
+    world.control().verdict(&usage);  // all ranks have the same arguments
   }
-  ContextOptions context;
-  context.device = world.device(device);
-  context.num_threads = world.num_threads(threads);
-  const Context::Scope scope(std::make_shared<Context>(context));
-  const SavedModel saved = load_model(checkpoint);
-  if (saved.tokenizer == nullptr) {
-    throw InputError(
-        fmt::format("{}: no tokenizer.json, expected a model trained on text", checkpoint));
-  }
-  const std::vector<int32_t> ids = saved.tokenizer->encode(prompt);
-  if (ids.empty()) throw ConfigError("command line: --prompt is empty, expected some text");
+  std::shared_ptr<Context> context;
+  world.control().verdict([&] {
+    ContextOptions context_options;
+    context_options.device = world.device(device);
+    context_options.num_threads = world.num_threads(threads);
+    context = std::make_shared<Context>(context_options);
+  });
+  const Context::Scope scope(context);
+  SavedModel saved;
+  std::vector<int32_t> ids;
+  world.control().verdict([&] {
+    saved = load_model(checkpoint);
+    if (saved.tokenizer == nullptr) {
+      throw InputError(
+          fmt::format("{}: no tokenizer.json, expected a model trained on text", checkpoint));
+    }
+    ids = saved.tokenizer->encode(prompt);
+    if (ids.empty()) throw ConfigError("command line: --prompt is empty, expected some text");
+  });
   const bool prints = world.rank() == 0;
   if (prints) print(prompt);
   // A token may be a part of a character; what arrives is complete in the end.
   options.on_token = [&](int32_t id) {
-    if (prints) print(saved.tokenizer->decode({id}));
+    if (prints) print(decode_generated(*saved.tokenizer, {id}));
     return true;
   };
   nn::generate(*saved.model, ids, options);

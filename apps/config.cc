@@ -316,11 +316,6 @@ void check_schedule(const Config& config) {
     fail_at(config, "optim.final_lr", "optim.final_lr = {}, expected at most optim.lr = {}",
             o.final_lr, o.lr);
   }
-  if (o.warmup_steps > config.train.steps) {
-    fail_at(config, "optim.warmup_steps",
-            "optim.warmup_steps = {}, expected at most train.steps = {}", o.warmup_steps,
-            config.train.steps);
-  }
   const TrainConfig& t = config.train;
   if (t.global_batch % t.micro_batch != 0) {
     fail_at(config, "train.global_batch",
@@ -477,7 +472,22 @@ std::vector<Field> config_fields(Config& c) {
        any,
        {"full_shard", "no_shard"},
        "what is sharded over ranks"},
-      {"fsdp.wrap", &c.fsdp.wrap, any, {"transformer_block"}, "what makes a unit"},
+      {"fsdp.wrap",
+       &c.fsdp.wrap,
+       any,
+       {"transformer_block", "whole_model"},
+       "what is gathered together: a unit"},
+      {"fsdp.prefetch_forward",
+       &c.fsdp.prefetch_forward,
+       {0, 1024},
+       {},
+       "units gathered ahead of the one that computes"},
+      {"fsdp.prefetch_backward", &c.fsdp.prefetch_backward, {0, 1024}, {}, "the same in backward"},
+      {"fsdp.communicators",
+       &c.fsdp.communicators,
+       {1, 2},
+       {},
+       "2: gathers and reduces at the same time; 1: one after the other"},
 
       {"precision.param_dtype",
        &c.precision.param_dtype,
@@ -488,7 +498,12 @@ std::vector<Field> config_fields(Config& c) {
        &c.precision.reduce_dtype,
        any,
        {"f32", "bf16"},
-       "dtype of gradients"},
+       "dtype of gradients before they are summed"},
+      {"precision.norm_fp32",
+       &c.precision.norm_fp32,
+       any,
+       {},
+       "norm parameters stay f32 beside bf16"},
 
       {"recompute.policy",
        &c.recompute.policy,

@@ -47,9 +47,11 @@ struct OptimConfig {
 };
 struct FsdpConfig {
   std::string strategy = "full_shard", wrap = "transformer_block";
+  int64_t prefetch_forward = 1, prefetch_backward = 1, communicators = 2;
 };
 struct PrecisionConfig {
   std::string param_dtype = "f32", reduce_dtype = "f32";
+  bool norm_fp32 = false;
 };
 struct RecomputeConfig {
   std::string policy = "none";

@@ -17,7 +17,7 @@ struct StepMetrics {
   double loss = 0;       ///< mean over the step's targets of all ranks
   double grad_norm = 0;  ///< before clipping
   double lr = 0;
-  double tokens_per_second = 0;  ///< of all ranks
+  double tokens_per_second = 0;  ///< of all ranks, over the last steps
   int64_t peak_bytes = 0;        ///< of this rank's device allocator since the start
   int64_t tokens = 0;            ///< trained on so far
   double step_ms = 0;

@@ -119,6 +119,14 @@ class CharTokenizer : public Tokenizer {
 
 }  // namespace
 
+std::string decode_generated(const Tokenizer& tokenizer, const std::vector<int32_t>& ids) {
+  std::string text;
+  for (const int32_t id : ids) {
+    text += id < tokenizer.vocab_size() ? tokenizer.decode({id}) : "\xef\xbf\xbd";
+  }
+  return text;
+}
+
 std::unique_ptr<Tokenizer> make_byte_tokenizer() {
   return std::make_unique<ByteTokenizer>();
 }

@@ -24,6 +24,10 @@ class Tokenizer {
   virtual std::string to_json() const = 0;
 };
 
+/// What a model has generated as text: an id outside the tokenizer's vocabulary (the model's may be
+/// padded to a larger one) becomes U+FFFD.
+std::string decode_generated(const Tokenizer& tokenizer, const std::vector<int32_t>& ids);
+
 /// Ids 0 to 255 are the bytes themselves.
 std::unique_ptr<Tokenizer> make_byte_tokenizer();
 

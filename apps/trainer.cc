@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cmath>
 #include <cstring>
+#include <deque>
 #include <filesystem>
 
 #include "apps/data.h"
@@ -47,6 +48,11 @@ nn::RecomputePolicy recompute_policy(const RecomputeConfig& config) {
 dist::FsdpOptions fsdp_options(const Config& config) {
   dist::FsdpOptions options;
   options.strategy = dist::strategy_from_name(config.fsdp.strategy);
+  if (config.fsdp.wrap == "whole_model") options.wrap = dist::wrap::whole_model();
+  options.prefetch_forward = static_cast<int>(config.fsdp.prefetch_forward);
+  options.prefetch_backward = static_cast<int>(config.fsdp.prefetch_backward);
+  options.communicators = static_cast<int>(config.fsdp.communicators);
+  options.precision.norm_fp32 = config.precision.norm_fp32;
   options.precision.param_dtype = dtype_from_name(config.precision.param_dtype);
   options.precision.reduce_dtype = dtype_from_name(config.precision.reduce_dtype);
   return options;
@@ -156,7 +162,8 @@ class Trainer {
   std::optional<optim::Schedule> schedule_;
   std::unique_ptr<MetricsLog> log_;  // rank 0
   Tensor grad_scale_;
-  Clock::time_point start_ = Clock::now(), last_step_ = start_;
+  Clock::time_point start_;
+  std::deque<Clock::time_point> step_ends_;  // since the start or the last evaluation
 };
 
 Trainer::Trainer(const Config& config, dist::World& world, int64_t* steps_done)
@@ -278,10 +285,14 @@ StepMetrics Trainer::finish_step(const PendingStep& pending) {
   m.loss = read_scalar(pending.loss_sum) / static_cast<double>(tokens_per_step_);
   m.grad_norm = read_scalar(pending.grad_norm);
   m.tokens = pending.step * tokens_per_step_;
-  const double seconds = std::max(seconds_since(last_step_), 1e-9);
-  last_step_ = Clock::now();
-  m.step_ms = seconds * 1e3;
-  m.tokens_per_second = static_cast<double>(tokens_per_step_) / seconds;
+  // The host sees steps end in bursts, so the rate is that of the last few.
+  constexpr size_t kNumRateSteps = 16;
+  step_ends_.push_back(Clock::now());
+  if (step_ends_.size() > kNumRateSteps + 1) step_ends_.pop_front();
+  const std::chrono::duration<double> seconds = step_ends_.back() - step_ends_.front();
+  const double per_step = seconds.count() / static_cast<double>(step_ends_.size() - 1);
+  m.step_ms = per_step * 1e3;
+  m.tokens_per_second = static_cast<double>(tokens_per_step_) / std::max(per_step, 1e-9);
   m.peak_bytes = Context::current()->allocator()->stats().peak_allocated;
   if (config_.output.peak_tflops > 0) {
     m.mfu = m.tokens_per_second * model_->flops_per_token(config_.model.context) /
@@ -341,13 +352,14 @@ TrainResult Trainer::run() {
     const bool is_last = m.step == num_steps || (result.steps != 0 && m.step == result.steps);
     if (is_last || (eval_every > 0 && m.step % eval_every == 0)) {
       m.val_loss = evaluate();
-      last_step_ = Clock::now();
+      step_ends_ = {Clock::now()};
     }
     result.loss = m.loss;
     if (m.val_loss) result.val_loss = m.val_loss;
     if (log_ != nullptr) log_->add(m);
   };
-  start_ = last_step_ = Clock::now();
+  start_ = Clock::now();
+  step_ends_ = {start_};
   for (int64_t step = 0; step < num_steps; ++step) {
     PendingStep submitted = submit_step(step);
     if (pending) finish();
@@ -375,7 +387,7 @@ void Trainer::print_sample() {
   const std::vector<int32_t> added = nn::generate(*model_, text, options);
   fsdp_->end_forward();
   text.insert(text.end(), added.begin(), added.end());
-  if (log_ != nullptr) log_->print("sample:\n" + data_.tokenizer->decode(text));
+  if (log_ != nullptr) log_->print("sample:\n" + decode_generated(*data_.tokenizer, text));
 }
 
 void Trainer::save_model() {

@@ -87,3 +87,10 @@ TEST_CASE("tokenizer: a damaged file is refused", "[tokenizer]") {
         "t.json: not a JSON object, expected a saved tokenizer");
   CHECK_THROWS_AS(parse_tokenizer("", "t.json"), InputError);
 }
+
+TEST_CASE("tokenizer: ids of a padded vocabulary decode as replacement characters", "[tokenizer]") {
+  CHECK(decode_generated(*make_byte_tokenizer(), {97, 256, 98}) ==
+        "a\xef\xbf\xbd"
+        "b");
+  CHECK_THROWS_AS(decode_generated(*make_byte_tokenizer(), {-1}), InputError);
+}
