@@ -360,7 +360,7 @@ void forward_block(const AttentionFwd& a, int64_t batch, int64_t kv_head, int64_
 /// Memory of backward for one block of rows; see the banner for the names.
 template <class A>
 struct BackwardTiles {
-  Scratch<A, 8 * kRows * kMaxAttentionWidth + 2 * kKeys * kRows> scratch;
+  Scratch<A, 7 * kRows * kMaxAttentionWidth + 2 * kKeys * kRows> scratch;
   A *q_rows, *do_rows, *q, *d_out, *dq, *k_buffer, *v_buffer, *p, *ds;
   alignas(64) A lse[kRows], delta[kRows];
 
