@@ -1,0 +1,51 @@
+#pragma once
+
+#include <functional>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "dist/comm/world.h"
+#include "dist/fsdp/fully_shard.h"
+#include "nn/llama.h"
+
+// A short training of a tiny Llama under FSDP, for tests that compare runs: the same global batches
+// whatever the number of ranks and micro-batches.
+
+namespace tessera::testing {
+
+struct FsdpRun {
+  dist::FsdpOptions fsdp;
+  nn::LlamaConfig model = tiny_llama();
+  nn::RecomputePolicy recompute;
+  int num_steps = 3;
+  int num_micro_batches = 1;  ///< a rank and step
+  int samples_per_step = 8;   ///< over all ranks and micro-batches
+  double max_norm = 1.0;
+  bool with_eval = false;  ///< evaluates between micro-batches
+  bool ragged = false;     ///< samples have unequal numbers of valid targets, also none
+  std::function<void(nn::LanguageModel&)> prepare;  ///< before fully_shard (freezing)
+
+  static nn::LlamaConfig tiny_llama();
+};
+
+struct FsdpResult {
+  std::vector<double> losses, grad_norms;
+  std::map<std::string, std::vector<double>> gradients;   ///< of step 0
+  std::map<std::string, std::vector<double>> parameters;  ///< at the end
+  std::string program;                                    ///< of step 1
+  std::string summary;
+};
+
+/// One rank's part; the result is the same on all ranks.
+FsdpResult run_fsdp(dist::World& world, const FsdpRun& run);
+/// On thread ranks with the debug aids on; the result of rank 0, after checking that all agree.
+FsdpResult run_fsdp_on_threads(int world_size, const FsdpRun& run);
+
+/// Losses, norms, parameters and gradients bit by bit.
+void check_same(const FsdpResult& actual, const FsdpResult& expected, const std::string& what);
+/// The same within a relative tolerance (of a tensor's largest element).
+void check_near(const FsdpResult& actual, const FsdpResult& expected, double tolerance,
+                const std::string& what);
+
+}  // namespace tessera::testing
