@@ -80,8 +80,12 @@ Tensor Attention::forward(const Tensor& x_BTC, const AttentionInput& input) {
     k_BTGD = k_norm_(k_BTGD);
   }
   if (c.rope) {
-    q_BTHD = rope(q_BTHD, input.positions, *c.rope);
-    k_BTGD = rope(k_BTGD, input.positions, *c.rope);
+    const auto rotate = [&](const Tensor& heads) {
+      return input.rope_table.is_defined() ? rope_with_table(heads, input.rope_table, *c.rope)
+                                           : rope(heads, input.positions, *c.rope);
+    };
+    q_BTHD = rotate(q_BTHD);
+    k_BTGD = rotate(k_BTGD);
   }
   if (input.cache != nullptr) {
     const int64_t S = input.cache_length + T;

@@ -17,6 +17,8 @@ struct LayerCache {
 struct AttentionInput {
   /// i32 [T] or [B, T]; undefined: 0 .. T-1.
   Tensor positions;
+  /// The `rope_table` of these positions, if the model made one for all layers.
+  Tensor rope_table;
   /// i32 [B, T]: where each query's document starts; undefined: one document a row.
   Tensor document_starts;
   /// Earlier keys and values to attend to and to extend; null: none.

@@ -115,9 +115,14 @@ Tensor Llama::forward(const Tensor& ids_BT, const ForwardOptions& options) {
   if (options.cache != nullptr && !positions.is_defined()) {
     positions = position_range(options.cache->length, T);
   }
+  // Angles of given positions cost more than the rotation itself: once for all layers.
+  Tensor table;
+  if (positions.is_defined()) table = rope_table(positions, shape_.head_width, config_.rope);
   Tensor x_BTC = embed_(ids_BT);
   for (int64_t i = 0; i < blocks_.num_children(); ++i) {
-    x_BTC = blocks_[i](x_BTC, attention_input(options, positions, i));
+    AttentionInput input = attention_input(options, positions, i);
+    input.rope_table = table;
+    x_BTC = blocks_[i](x_BTC, input);
   }
   if (options.cache != nullptr) options.cache->length += T;
   return norm_(x_BTC);

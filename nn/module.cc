@@ -24,11 +24,13 @@ std::string join_path(const std::string& prefix, const std::string& name) {
 }
 
 std::string with_commas(int64_t value) {
-  std::string digits = std::to_string(value);
-  for (int64_t i = static_cast<int64_t>(digits.size()) - 3; i > 0; i -= 3) {
-    digits.insert(static_cast<size_t>(i), ",");
+  const std::string digits = std::to_string(value);
+  std::string text;
+  for (size_t i = 0; i < digits.size(); ++i) {
+    if (i > 0 && (digits.size() - i) % 3 == 0) text.push_back(',');
+    text.push_back(digits[i]);
   }
-  return digits;
+  return text;
 }
 
 }  // namespace

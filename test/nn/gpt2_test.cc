@@ -228,6 +228,44 @@ TEST_CASE("gpt2: a cache gives the same logits", "[gpt2]") {
   }
 }
 
+struct CountCalls : ModuleHook {
+  void pre_forward(Module&, std::span<Tensor*> inputs) override {
+    ++num_calls;
+    num_inputs = inputs.size();
+  }
+  void post_forward(Module&, std::span<Tensor*> outputs) override { num_outputs = outputs.size(); }
+  void on_forward_error(Module&) noexcept override {}
+  int num_calls = 0;
+  size_t num_inputs = 0, num_outputs = 0;
+};
+
+TEST_CASE("gpt2: hooks run once a module, around loss and logits too", "[gpt2]") {
+  Gpt2 model(tiny());
+  model.initialize(1);
+  std::vector<std::pair<std::string, std::shared_ptr<CountCalls>>> hooks;
+  for (const NamedModule& entry : model.named_modules()) {
+    hooks.emplace_back(entry.name, std::make_shared<CountCalls>());
+    entry.module->set_hook(hooks.back().second);
+  }
+  const Tensor ids_BT = randint(0, 23, {3, 7});
+  model.loss(ids_BT, ids_BT);
+  for (const auto& hook : hooks) {
+    INFO(hook.first);
+    // Dropout acts once a sublayer, and not at all at p = 0; a list is never called.
+    const bool is_called = hook.first != "blocks" && !hook.first.ends_with(".dropout");
+    CHECK(hook.second->num_calls == is_called);
+  }
+  CHECK(hooks[0].second->num_inputs == 2);
+  CHECK(hooks[0].second->num_outputs == 2);
+  model.logits(ids_BT);
+  CHECK(hooks[0].second->num_calls == 2);
+  call(model, ids_BT);
+  CHECK(hooks[0].second->num_calls == 3);
+  CHECK(hooks[0].second->num_outputs == 1);
+  CHECK(hooks.back().first == "head");
+  CHECK(hooks.back().second->num_calls == 2);
+}
+
 TEST_CASE("gpt2: positions can be given", "[gpt2]") {
   Gpt2 model(tiny());
   model.initialize(1);
