@@ -166,7 +166,9 @@ TEST_CASE("config: the dump reads back as the same values, whatever they are", "
   // Every field gets a value that is not its default, so that a field missing from the dump shows.
   for (const Field& field : config_fields(config)) {
     if (auto* const* flag = std::get_if<bool*>(&field.value)) **flag = !**flag;
-    if (auto* const* integer = std::get_if<int64_t*>(&field.value)) **integer += 1;
+    if (auto* const* integer = std::get_if<int64_t*>(&field.value)) {
+      **integer += static_cast<double>(**integer) < field.range.high ? 1 : -1;
+    }
     if (auto* const* number = std::get_if<double*>(&field.value)) **number = **number / 3 + 0.1;
     if (auto* const* text = std::get_if<std::string*>(&field.value)) {
       **text =
