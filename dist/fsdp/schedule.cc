@@ -12,7 +12,7 @@ namespace tessera::dist {
 namespace {
 
 constexpr int kGradientSlots = 2;  // one is written while the other is reduced
-constexpr int64_t kSmallUnit = 8;  // a unit below 1/8 of the largest of its class has its own slot
+constexpr int64_t kSmallUnit = 8;  // below 1/8 of the largest of its class: a slot of its own
 
 bool contains(const std::vector<Unit*>& units, const Unit* unit) {
   return std::find(units.begin(), units.end(), unit) != units.end();
@@ -193,7 +193,7 @@ void Scheduler::make_pools() {
       if (u->spec().is_block != is_block) continue;
       Pools own;
       if (u->residence() == Residence::kReshard) {
-        if (is_small(u->gathered_nbytes(), gathered)) {
+        if (u->spec().is_tied || is_small(u->gathered_nbytes(), gathered)) {
           own.gathered = make(u->gathered_nbytes(), 1, lanes_.gather_comm.get());
         } else if (shared[is_block].gathered == nullptr) {
           shared[is_block].gathered =
@@ -205,7 +205,7 @@ void Scheduler::make_pools() {
       }
       const bool keeps_full_grad = lanes_.sync == GradSync::kLast;
       if (!keeps_full_grad && u->gradient_nbytes() > 0) {
-        if (is_small(u->gradient_nbytes(), gradient)) {
+        if (u->spec().is_tied || is_small(u->gradient_nbytes(), gradient)) {
           own.gradient = make(u->gradient_nbytes(), 1, nullptr);
         } else if (shared[is_block].gradient == nullptr) {
           shared[is_block].gradient = make(gradient, is_block ? kGradientSlots : 1, nullptr);
@@ -391,19 +391,10 @@ void Scheduler::note(const char* what, const Unit& unit) {
   }
 }
 
-bool Scheduler::gather(Unit& unit, const char* phase) {
-  if (unit.is_unsharded()) return true;
-  if (!unit.can_unshard()) return false;
+void Scheduler::gather(Unit& unit, const char* phase) {
+  if (unit.is_unsharded()) return;
   if (unit.residence() != Residence::kWhole) note(phase, unit);
   unit.unshard(shards_ready_, step_, phase);
-  return true;
-}
-
-void Scheduler::gather_or_fail(Unit& unit, const char* phase) {
-  TESSERA_CHECK(gather(unit, phase),
-                "fsdp: no slot is free to gather unit {}: more units are in use at once than "
-                "prefetch + 1",
-                unit.name());
 }
 
 void Scheduler::release_held(const Unit* except) {
@@ -421,13 +412,15 @@ void Scheduler::prefetch_forward(int position) {
   for (int k = 1; k <= options_.prefetch_forward; ++k) {
     const int next = position + k;
     if (next >= static_cast<int>(order_.size())) return;
-    if (!gather(unit_at(next), "gather_forward")) return;
+    if (!unit_at(next).can_prefetch()) return;  // the ring is the limit
+    gather(unit_at(next), "gather_forward");
   }
 }
 
 void Scheduler::prefetch_backward(size_t call) {
   for (int k = 1; k <= options_.prefetch_backward && call > 0; ++k) {
-    if (!gather(*calls_[--call].unit, "gather_backward")) return;
+    if (!calls_[--call].unit->can_prefetch()) return;
+    gather(*calls_[call].unit, "gather_backward");
   }
 }
 
@@ -435,7 +428,7 @@ void Scheduler::prefetch_backward(size_t call) {
 void Scheduler::skip(int position, bool is_train) {
   Unit& unit = unit_at(position);
   release_held(&unit);
-  gather_or_fail(unit, "gather_forward");
+  gather(unit, "gather_forward");
   prefetch_forward(position);
   if (is_train) {
     calls_.push_back({&unit, tick_, tick_, true, false});
@@ -467,7 +460,7 @@ void Scheduler::enter_forward(Pass& pass, Unit& unit, bool is_train) {
   }
   for (int p = pass.position + 1; p < target; ++p) skip(p, is_train);
   release_held(&unit);
-  gather_or_fail(unit, "gather_forward");
+  gather(unit, "gather_forward");
   prefetch_forward(target);
   pass = {target, 1};
 }
@@ -592,7 +585,7 @@ void Scheduler::enter_backward(int64_t generation, size_t call) {
   }
   Unit& unit = *calls_[call].unit;
   release_held(&unit);
-  gather_or_fail(unit, "gather_backward");
+  gather(unit, "gather_backward");
   prefetch_backward(call);
   unit.wait_for_unshard();
   if (!contains(held_, &unit)) held_.push_back(&unit);
@@ -603,7 +596,7 @@ void Scheduler::finish_call(size_t index) {
   Unit& unit = *call.unit;
   if (call.is_skipped) {
     release_held(&unit);
-    gather_or_fail(unit, "gather_backward");
+    gather(unit, "gather_backward");
     prefetch_backward(index);
   }
   call.is_over = true;

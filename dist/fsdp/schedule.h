@@ -87,8 +87,7 @@ class Scheduler {
   void prefetch_forward(int position);
   void prefetch_backward(size_t call);
   void release_held(const Unit* except);
-  bool gather(Unit& unit, const char* phase);
-  void gather_or_fail(Unit& unit, const char* phase);
+  void gather(Unit& unit, const char* phase);
   Unit& unit_at(int position) const;
   void note(const char* what, const Unit& unit);
   void agree_on_order();

@@ -53,16 +53,27 @@ std::vector<optim::Segment> segments_in(const GroupLayout& layout, int64_t begin
 SlotPool::SlotPool(int64_t nbytes, int num_slots, Allocate allocate, bool is_eager)
     : nbytes_(nbytes), allocate_(std::move(allocate)) {
   for (int i = 0; i < num_slots; ++i) {
-    slots_.push_back(std::make_unique<Slot>(Slot{is_eager ? allocate_(nbytes) : nullptr, {}}));
-    free_.push_back(slots_.back().get());
+    add_slot();
+    if (is_eager) materialize(*slots_.back());
   }
 }
 
+void SlotPool::add_slot() {
+  slots_.push_back(std::make_unique<Slot>());
+  free_.push_back(slots_.back().get());
+}
+
+void SlotPool::materialize(Slot& slot) {
+  slot.memory = allocate_(nbytes_);
+  // The memory belongs to the current stream, which may still be busy with what was there before.
+  slot.is_free = current_stream().record();
+}
+
 Slot* SlotPool::acquire() {
-  if (free_.empty()) return nullptr;
+  if (free_.empty()) add_slot();
   Slot* slot = free_.front();
   free_.erase(free_.begin());
-  if (slot->memory == nullptr) slot->memory = allocate_(nbytes_);
+  if (slot->memory == nullptr) materialize(*slot);
   return slot;
 }
 

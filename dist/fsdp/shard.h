@@ -59,7 +59,8 @@ class SlotPool {
   /// `is_eager`: all bytes now (where `allocate` is collective), else when a slot is first taken.
   SlotPool(int64_t nbytes, int num_slots, Allocate allocate, bool is_eager);
 
-  /// The slot that has been free for the longest; null if none is.
+  /// The slot that has been free for the longest; a new one if none is (a unit that is in use
+  /// inside that of too many others; what the ring holds is known from the first step on).
   Slot* acquire();
   void release(Slot* slot, Event is_free);
   bool has_free() const { return !free_.empty(); }
@@ -67,6 +68,9 @@ class SlotPool {
   int64_t nbytes() const { return nbytes_; }
 
  private:
+  void add_slot();
+  void materialize(Slot& slot);
+
   int64_t nbytes_;
   Allocate allocate_;
   std::vector<std::unique_ptr<Slot>> slots_;

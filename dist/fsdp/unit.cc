@@ -166,7 +166,7 @@ int64_t Unit::own_begin(const Group& g) const {
 
 // ---- parameters
 
-bool Unit::can_unshard() const {
+bool Unit::can_prefetch() const {
   return is_unsharded_ || residence_ == Residence::kWhole || gathered_slot_ != nullptr ||
          groups_.front().full->is_materialized() || gathered_pool_->has_free();
 }
@@ -181,8 +181,6 @@ void Unit::unshard(const Event& shards_ready, int64_t step, const char* phase) {
   const bool is_own = groups_.front().full->is_materialized();  // in place: memory of its own
   if (!is_own && gathered_slot_ == nullptr) {
     gathered_slot_ = gathered_pool_->acquire();
-    TESSERA_CHECK_AS(InternalError, gathered_slot_ != nullptr, "unshard: unit {} has no slot",
-                     name());
     stream.wait(gathered_slot_->is_free);
   }
   stream.wait(shards_ready);
@@ -247,11 +245,6 @@ void Unit::acquire_gradient_slot() {
   is_direct_ = writes_into_shard();
   if (!is_direct_) {
     gradient_slot_ = gradient_pool_->acquire();
-    TESSERA_CHECK(
-        gradient_slot_ != nullptr,
-        "fsdp: no gradient slot is free for unit {}: its backward runs inside that of too "
-        "many others",
-        name());
     lanes_.compute.wait(gradient_slot_->is_free);
   }
   for (Group& g : groups_) {

@@ -67,7 +67,7 @@ class Unit {
   void set_pools(SlotPool* gathered, SlotPool* gradient);
 
   /// The parameters are there or on the way, or a slot is free for them.
-  bool can_unshard() const;
+  bool can_prefetch() const;
   /// Starts the gather unless the parameters are there or on the way.
   void unshard(const Event& shards_ready, int64_t step, const char* phase);
   /// The compute stream waits for the gather.

@@ -53,7 +53,9 @@ std::vector<UnitSpec> make_units(Module& root, const std::vector<Chosen>& chosen
     if (best != SIZE_MAX) unit_of_module[m.module] = best;
   }
 
-  UnitSpec before{"embedding", {}, {}, false}, after{"head", {}, {}, false};
+  UnitSpec before, after;
+  before.name = chosen.empty() ? "root" : "embedding";
+  after.name = "head";
   std::map<const nn::Parameter*, UnitSpec*> unit_of_parameter;
   bool is_after = false;
   for (const NamedParameter& p : root.named_parameters()) {
@@ -65,8 +67,10 @@ std::vector<UnitSpec> make_units(Module& root, const std::vector<Chosen>& chosen
   }
   // Outside of chosen modules, the very modules that use a parameter are hooked; also inside one
   // if it uses a tied parameter of another unit.
+  std::set<const nn::Parameter*> seen;
   for (const NamedParameter& use : root.named_parameters(/*with_ties=*/true)) {
     UnitSpec* unit = unit_of_parameter.at(use.parameter);
+    unit->is_tied = unit->is_tied || !seen.insert(use.parameter).second;
     const auto it = unit_of_module.find(use.owner);
     const bool is_inside = it != unit_of_module.end() && unit == &units[it->second];
     auto& hooked = unit->modules;
@@ -78,7 +82,6 @@ std::vector<UnitSpec> make_units(Module& root, const std::vector<Chosen>& chosen
     }
   }
   std::vector<UnitSpec> all;
-  if (chosen.empty()) before.name = "root";
   if (!before.parameters.empty()) all.push_back(std::move(before));
   for (UnitSpec& unit : units) {
     if (!unit.parameters.empty()) all.push_back(std::move(unit));
@@ -163,7 +166,10 @@ WrapPolicy min_num_params(int64_t num_params) {
 
 WrapPolicy whole_model() {
   return [](Module& root) {
-    UnitSpec unit{"root", root.named_parameters(), {&root}, false};
+    UnitSpec unit;
+    unit.name = "root";
+    unit.parameters = root.named_parameters();
+    unit.modules = {&root};
     return std::vector<UnitSpec>{std::move(unit)};
   };
 }

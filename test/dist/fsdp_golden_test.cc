@@ -23,7 +23,9 @@ struct Curve {
 Curve train(dist::World& world, const Golden& golden, dist::Strategy strategy) {
   const std::unique_ptr<nn::LanguageModel> model = golden.make_model();
   golden.load_initial(*model);
-  auto fsdp = dist::fully_shard(*model, world, {.strategy = strategy});
+  dist::FsdpOptions fsdp_options;
+  fsdp_options.strategy = strategy;
+  auto fsdp = dist::fully_shard(*model, world, fsdp_options);
   optim::AdamWOptions options;
   options.beta1 = golden.beta1;
   options.beta2 = golden.beta2;
