@@ -103,6 +103,23 @@ Golden load_golden(const std::string& name) {
   return golden;
 }
 
+std::vector<Fsdp2Run> load_fsdp2_runs() {
+  const std::string path = std::string(TESSERA_GOLDEN_DIR) + "/fsdp2.json";
+  std::ifstream text(path);
+  TESSERA_CHECK_AS(InputError, text.good(), "golden: cannot read {}", path);
+  std::vector<Fsdp2Run> runs;
+  const json all = json::parse(text);
+  for (const json& j : all["runs"]) {
+    Fsdp2Run& run = runs.emplace_back();
+    run.world_size = j["world"];
+    run.grad_accum_steps = j["grad_accum_steps"];
+    run.param_dtype = j["param_dtype"] == "bf16" ? kBF16 : kF32;
+    j["loss"].get_to(run.loss);
+    j["grad_norm"].get_to(run.grad_norm);
+  }
+  return runs;
+}
+
 std::unique_ptr<nn::LanguageModel> Golden::make_model() const {
   if (const auto* gpt2 = std::get_if<nn::Gpt2Config>(&config)) {
     return std::make_unique<nn::Gpt2>(*gpt2);

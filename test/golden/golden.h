@@ -41,6 +41,15 @@ struct Golden {
   int64_t num_valid(int64_t step) const;
 };
 
+/// A curve of FSDP2 on several ranks with the model, tokens and learning rates of "llama": each
+/// step's rows are dealt pass by pass, rank by rank.
+struct Fsdp2Run {
+  int world_size = 0, grad_accum_steps = 0;
+  DType param_dtype = kF32;
+  std::vector<double> loss, grad_norm;  ///< by step
+};
+std::vector<Fsdp2Run> load_fsdp2_runs();
+
 /// Reads a case ("gpt2", "llama", "qwen") from the folder of the source tree.
 Golden load_golden(const std::string& name);
 

@@ -34,7 +34,9 @@ class RmsNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x):
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
+        y = x.float()
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps) * self.weight.float()
+        return y.to(x.dtype)
 
 
 def rotate(x, theta):
@@ -43,8 +45,8 @@ def rotate(x, theta):
     rate = theta ** (-torch.arange(0, d, 2, dtype=torch.float64) / d)
     angle = torch.outer(torch.arange(t, dtype=torch.float64), rate)[:, None, :]
     cos, sin = angle.cos().float(), angle.sin().float()
-    a, b = x[..., : d // 2], x[..., d // 2:]
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+    a, b = x[..., : d // 2].float(), x[..., d // 2:].float()
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -68,9 +70,9 @@ class Attention(nn.Module):
         q, k = rotate(q, c["rope_theta"]), rotate(k, c["rope_theta"])
         k, v = (y.repeat_interleave(h // g, dim=2) for y in (k, v))
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))
-        scores = (q @ k.transpose(-1, -2)) * d ** -0.5
+        scores = (q.float() @ k.float().transpose(-1, -2)) * d ** -0.5
         later = torch.ones(t, t, dtype=torch.bool).triu(1)
-        y = scores.masked_fill(later, float("-inf")).softmax(-1) @ v
+        y = (scores.masked_fill(later, float("-inf")).softmax(-1) @ v.float()).to(x.dtype)
         return self.out(y.transpose(1, 2).reshape(b, t, h * d))
 
 
