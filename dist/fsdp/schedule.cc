@@ -352,11 +352,11 @@ void Scheduler::for_each_full(Fsdp::State state,
       Tensor full = shard;
       if (lanes_.shard_size > 1) {
         full = empty({g.layout.numel}, kF32);
-        lanes_.all_gather.wait(lanes_.compute.record());
+        lanes_.wait(lanes_.all_gather, lanes_.compute.record(), WaitPoint::kFullReady);
         lanes_.gather_comm->all_gather(lanes_.all_gather, full.raw_data(), shard.raw_data(),
                                        g.shard_numel, kF32,
                                        {"gather_full", intern(unit->name()), step_});
-        lanes_.compute.wait(lanes_.all_gather.record());
+        lanes_.wait(lanes_.compute, lanes_.all_gather.record(), WaitPoint::kFullGathered);
       }
       for (const Placement& p : g.layout.placements) {
         f(p.name, full.narrow(0, p.begin, p.numel).view(p.shape));

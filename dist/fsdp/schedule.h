@@ -46,6 +46,7 @@ class Scheduler {
   std::vector<optim::FlatShard>& shards() { return shards_; }
   const std::vector<std::unique_ptr<Unit>>& units() const { return units_; }
   const FsdpOptions& options() const { return options_; }
+  Lanes& lanes() { return lanes_; }
 
  private:
   class Hook;

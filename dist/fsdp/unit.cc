@@ -181,9 +181,9 @@ void Unit::unshard(const Event& shards_ready, int64_t step, const char* phase) {
   const bool is_own = groups_.front().full->is_materialized();  // in place: memory of its own
   if (!is_own && gathered_slot_ == nullptr) {
     gathered_slot_ = gathered_pool_->acquire();
-    stream.wait(gathered_slot_->is_free);
+    lanes_.wait(stream, gathered_slot_->is_free, WaitPoint::kSlotFree);
   }
-  stream.wait(shards_ready);
+  lanes_.wait(stream, shards_ready, WaitPoint::kShardsReady);
   for (Group& g : groups_) {
     if (!is_own) {
       g.full->attach(bytes(gathered_slot_->memory, g.slot_offset), gathered_slot_->memory);
@@ -199,7 +199,7 @@ void Unit::unshard(const Event& shards_ready, int64_t step, const char* phase) {
 
 void Unit::wait_for_unshard() {
   if (is_waited_) return;
-  lanes_.compute.wait(is_gathered_);
+  lanes_.wait(lanes_.compute, is_gathered_, WaitPoint::kGathered);
   is_waited_ = true;
 }
 
@@ -245,7 +245,7 @@ void Unit::acquire_gradient_slot() {
   is_direct_ = writes_into_shard();
   if (!is_direct_) {
     gradient_slot_ = gradient_pool_->acquire();
-    lanes_.compute.wait(gradient_slot_->is_free);
+    lanes_.wait(lanes_.compute, gradient_slot_->is_free, WaitPoint::kGradSlotFree);
   }
   for (Group& g : groups_) {
     if (!g.layout.is_trainable) continue;
@@ -321,7 +321,7 @@ void Unit::reduce_group(Group& g, const Event& ready, bool is_last, int64_t step
     return;
   }
   const Stream& first = has_shard_group ? lanes_.reduce_scatter : lanes_.all_reduce;
-  first.wait(ready);
+  lanes_.wait(first, ready, WaitPoint::kGradReady);
   const void* source = g.full_grad->data();
   if (wire != g.grad_dtype) {
     source = lanes_.wire_buffer.raw_data();
@@ -348,7 +348,7 @@ void Unit::reduce_group(Group& g, const Event& ready, bool is_last, int64_t step
                                           kF32, has_shard_grad_, staging, info);
     is_reduced_ = first.record();
     if (!has_replicas || !is_last) return;
-    lanes_.all_reduce.wait(is_reduced_);
+    lanes_.wait(lanes_.all_reduce, is_reduced_, WaitPoint::kOuterReady);
     lanes_.replicate_comm->reduce_scatter(
         lanes_.all_reduce, own, g.grad.raw_data(), own_numel(g), kF32, kF32, false,
         lanes_.replicate_staging.is_defined() ? lanes_.replicate_staging.raw_data() : nullptr,
@@ -357,10 +357,10 @@ void Unit::reduce_group(Group& g, const Event& ready, bool is_last, int64_t step
     return;
   }
   // Hybrid, all ranks after every micro-batch: this one's sum goes through a buffer of its own.
-  first.wait(lanes_.partial_shard_free);
+  lanes_.wait(first, lanes_.partial_shard_free, WaitPoint::kPartialFree);
   lanes_.reducing_comm().reduce_scatter(first, lanes_.partial_shard.raw_data(), source,
                                         g.shard_numel, wire, kF32, false, staging, info);
-  lanes_.all_reduce.wait(first.record());
+  lanes_.wait(lanes_.all_reduce, first.record(), WaitPoint::kPartialReady);
   lanes_.replicate_comm->reduce_scatter(
       lanes_.all_reduce, own, lanes_.partial_shard.raw_data(), own_numel(g), kF32, kF32,
       has_shard_grad_,
@@ -377,14 +377,14 @@ void Unit::finish_gradients(int64_t step) {
       continue;
     }
     if (lanes_.replicate_size > 1) {  // each replica has summed its own part
-      lanes_.all_reduce.wait(is_reduced_);
+      lanes_.wait(lanes_.all_reduce, is_reduced_, WaitPoint::kOwnPartReady);
       const void* own = static_cast<char*>(g.grad.raw_data()) + nbytes_of(own_begin(g), kF32);
       lanes_.replicate_comm->all_gather(lanes_.all_reduce, g.grad.raw_data(), own, own_numel(g),
                                         kF32, {"all_reduce", static_name_, step});
       is_reduced_ = lanes_.all_reduce.record();
     }
   }
-  lanes_.compute.wait(is_reduced_);
+  lanes_.wait(lanes_.compute, is_reduced_, WaitPoint::kGradShardReady);
 }
 
 void Unit::zero_grad() {

@@ -10,6 +10,25 @@
 
 namespace tessera::dist {
 
+/// The places where one stream waits for another. A test hides one at a time from the
+/// happens-before checker, which then has to report something: none of them is for nothing.
+enum class WaitPoint : unsigned char {
+  kNone,
+  kFullReady,       ///< all_gather, before a state is gathered whole: the shard was computed
+  kFullGathered,    ///< compute, before it reads that state
+  kSlotFree,        ///< all_gather: the slot's last unit was computed with
+  kShardsReady,     ///< all_gather: the optimizer has written the shards
+  kGathered,        ///< compute: the parameters are there
+  kGradSlotFree,    ///< compute: the gradient slot's last unit was reduced
+  kGradReady,       ///< the reducing stream: the gradients are complete
+  kOuterReady,      ///< all_reduce: the shard group's sum is complete
+  kPartialFree,     ///< reduce_scatter: the buffer between the two sums was read
+  kPartialReady,    ///< all_reduce: that buffer was written
+  kOwnPartReady,    ///< all_reduce: this replica's part of the sum is complete
+  kGradShardReady,  ///< compute: the gradient shard is complete
+  kCount
+};
+
 /// Streams, communicators and settings that all units share. Each communicator has one stream.
 struct Lanes {
   Stream compute;
@@ -27,6 +46,16 @@ struct Lanes {
   Tensor reduce_staging, replicate_staging, wire_buffer, partial_shard;  // see Unit::reduce
   Event partial_shard_free;
 
+  WaitPoint hidden_wait = WaitPoint::kNone;  // from the happens-before checker, by tests
+
+  /// `stream` waits for `event`.
+  void wait(const Stream& stream, const Event& event, WaitPoint point) const {
+    if (point == hidden_wait && event.impl() != nullptr) [[unlikely]] {
+      stream.impl()->wait(event);
+    } else {
+      stream.wait(event);
+    }
+  }
   Comm& reducing_comm() const { return reduce_comm != nullptr ? *reduce_comm : *gather_comm; }
 };
 

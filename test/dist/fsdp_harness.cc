@@ -62,6 +62,7 @@ FsdpResult run_fsdp(dist::World& world, const FsdpRun& run) {
   fsdp->initialize(5);
   result.summary = fsdp->summary();
   optim::AdamW adamw(fsdp->shards(), {});
+  if (run.on_ready) run.on_ready(*fsdp, world);
 
   const int num_ranks = world.world_size();
   const int per_micro_batch = run.samples_per_step / num_ranks / run.num_micro_batches;
@@ -107,6 +108,7 @@ FsdpResult run_fsdp(dist::World& world, const FsdpRun& run) {
     }
     adamw.step(1e-2f, clip.factor, clip.found_inf);
     if (step == 1) result.program = fsdp->program();
+    if (run.on_step) run.on_step(step, *fsdp, world);
     fsdp->end_step();
     result.losses.push_back(loss_sum.item() / static_cast<double>(num_valid));
     result.grad_norms.push_back(clip.norm.item());
@@ -119,7 +121,7 @@ FsdpResult run_fsdp(dist::World& world, const FsdpRun& run) {
 
 FsdpResult run_fsdp_on_threads(int world_size, const FsdpRun& run) {
   std::vector<FsdpResult> results(static_cast<size_t>(world_size));
-  dist::run_ranks(world_size, [&](dist::World& world) {
+  dist::run_ranks(world_size, run.local, [&](dist::World& world) {
     results[static_cast<size_t>(world.rank())] = run_fsdp(world, run);
   });
   for (size_t r = 1; r < results.size(); ++r) {

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "dist/comm/local.h"
 #include "dist/comm/world.h"
 #include "dist/fsdp/fully_shard.h"
 #include "nn/llama.h"
@@ -25,6 +26,10 @@ struct FsdpRun {
   bool with_eval = false;  ///< evaluates between micro-batches
   bool ragged = false;     ///< samples have unequal numbers of valid targets, also none
   std::function<void(nn::LanguageModel&)> prepare;  ///< before fully_shard (freezing)
+  std::function<void(dist::Fsdp&, dist::World&)> on_ready;  ///< before step 0
+  /// After the optimizer, before `end_step`: gradients and program of the step are still there.
+  std::function<void(int step, dist::Fsdp&, dist::World&)> on_step;
+  dist::LocalOptions local;  ///< of thread ranks
 
   static nn::LlamaConfig tiny_llama();
 };

@@ -1,0 +1,105 @@
+// No setting of the schedule changes a bit of the result at one world size.
+
+#include "test/dist/fsdp_combos.h"
+#include "test/dist/fsdp_net.h"
+#include "test/testing.h"
+
+namespace tessera::testing {
+namespace {
+
+constexpr Precision kPrecisions[] = {Precision::kF32, Precision::kMixed, Precision::kBF16};
+
+TEST_CASE("fsdp matrix: the full product of settings has the same bits on 4 ranks", "[fsdp]") {
+  for (const Precision precision : kPrecisions) {
+    const FsdpResult expected = run_fsdp_on_threads(4, make_run({{3, 0, 0, 0, 0}}, 4, precision));
+    for (const Combo& combo : every_combo()) {
+      check_same(run_fsdp_on_threads(4, make_run(combo, 4, precision)), expected,
+                 fmt::format("{}, precision {}", combo.to_string(), static_cast<int>(precision)));
+    }
+  }
+}
+
+TEST_CASE("fsdp matrix: every pair of settings has the same bits on 2, 3 and 8 ranks", "[fsdp]") {
+  const std::vector<Combo> combos = pair_covering_combos();
+  REQUIRE(combos.size() * std::size(kPrecisions) <= 60);
+  for (const int world : {2, 3, 8}) {
+    for (const Precision precision : kPrecisions) {
+      const auto run_of = [&](const Combo& combo) {
+        FsdpRun run = make_run(combo, world, precision);
+        run.num_steps = 10;
+        return run;
+      };
+      const FsdpRun plain = run_of({{3, 0, 0, 0, 0}});
+      const FsdpResult expected = run_fsdp_on_threads(world, plain);
+      if (precision == Precision::kF32) {
+        check_near(expected, run_fsdp_on_threads(1, plain), 1e-5, "one rank");
+      }
+      for (const Combo& combo : combos) {
+        check_same(run_fsdp_on_threads(world, run_of(combo)), expected,
+                   fmt::format("world {}, {}, precision {}", world, combo.to_string(),
+                               static_cast<int>(precision)));
+      }
+    }
+  }
+}
+
+// ---- odd shapes
+
+/// y = x * scale + shift with 7 and 1 elements: most shards are empty.
+struct OddBlock : nn::Module {
+  Tensor& scale = register_parameter("scale", {7}, nn::Init::normal(1, 0.3));
+  Tensor& shift = register_parameter("shift", {1}, nn::Init::normal(0, 0.3));
+  Tensor forward(const Tensor& x) { return add(mul(x, scale), shift); }
+};
+
+struct OddNet : nn::Module {
+  Tensor& first = register_parameter("first", {1}, nn::Init::normal(1, 0.1));
+  nn::ChildList<OddBlock> blocks{this, "blocks"};
+  nn::Child<nn::Linear> last{this, "last", 7, 5};
+  OddNet() {
+    for (int i = 0; i < 3; ++i) blocks.emplace_back();
+  }
+  Tensor forward(const Tensor& x) {
+    Tensor h = mul(x, first);
+    for (auto& block : blocks) h = block(h);
+    return last(h);
+  }
+};
+
+Tensor odd_pass(OddNet& net, int step, int part) {
+  const auto seed = static_cast<uint64_t>(100 + step * 1000 + part);
+  const Tensor x = randn({3, 7}, kF32, seed);
+  const Tensor y = nn::call(net, x).to(kF32);
+  const Tensor loss = scale(sum(mul(y, y)), 1e-2);
+  backward(loss);
+  return loss;
+}
+
+TEST_CASE("fsdp matrix: parameters of 1 and 7 elements and empty shards on 5 and 32 ranks",
+          "[fsdp]") {
+  const auto make = [] { return std::make_unique<OddNet>(); };
+  for (const int world : {1, 2, 3, 5, 8, 32}) {
+    NetRun run;
+    run.num_parts = world == 3 || world == 5 ? 2 * world : 32;
+    const FsdpResult one = train_net_on_threads<OddNet>(1, run, make, odd_pass);
+    FsdpResult expected;
+    // Six strategies, every prefetch and both numbers of communicators.
+    for (const Combo& combo :
+         {Combo{{3, 0, 0, 0, 0}}, Combo{{0, 0, 0, 1, 0}}, Combo{{1, 1, 0, 0, 0}},
+          Combo{{2, 2, 0, 1, 0}}, Combo{{4, 1, 0, 1, 0}}, Combo{{5, 2, 0, 0, 0}}}) {
+      run.fsdp = make_run(combo, world, Precision::kF32).fsdp;
+      // Like for like: accumulation in another order is another sum.
+      run.fsdp.sync_every_micro_batch = dist::GradSync::kLast;
+      const FsdpResult actual = train_net_on_threads<OddNet>(world, run, make, odd_pass);
+      if (expected.losses.empty()) expected = actual;
+      check_same(actual, expected, fmt::format("world {}, {}", world, combo.to_string()));
+      check_near(actual, one, 1e-5, fmt::format("one rank and {}", world));
+      run.fsdp.sync_every_micro_batch = {};
+      check_near(train_net_on_threads<OddNet>(world, run, make, odd_pass), one, 1e-5,
+                 fmt::format("one rank and {}, default sync", world));
+    }
+  }
+}
+
+}  // namespace
+}  // namespace tessera::testing
