@@ -23,6 +23,65 @@ struct RandomScope {
   RandomState current;
 };
 
+/// Gradients of a leaf of the second run go to where those of the first run's input go, in the same
+/// order and by the same kernels as if there were one run.
+class Passage final : public GradSink {
+ public:
+  Passage(Grads& g, int input) : g_(g), input_(input) {}
+  GradDst destination(const Tensor&) override { return g_.destination(input_); }
+  void written(const Tensor&) override { g_.written(input_); }
+
+ private:
+  Grads& g_;
+  int input_;
+};
+
+/// What a second run starts from: the inputs of the first, and its random numbers.
+class Replay {
+ public:
+  Replay(const std::vector<Tensor>& inputs, const RandomState& start) : start_(start) {
+    for (const Tensor& input : inputs) {
+      inputs_.push_back(save(input));
+      wanted_.push_back(input.is_defined() && input.requires_grad());
+    }
+  }
+
+  /// `fn` on leaves that share the inputs' bytes, recorded.
+  template <class F>
+  auto run(std::vector<Tensor>& leaves, F&& fn) const {
+    for (size_t i = 0; i < inputs_.size(); ++i) {
+      const Tensor& input = inputs_[i];
+      leaves.push_back(input.is_defined() ? input.detach() : input);
+      if (wanted_[i]) leaves.back().set_requires_grad(true);
+    }
+    FlagScope scope(recomputing);
+    RandomScope random(start_);
+    GradMode grad(true);
+    return fn(leaves);
+  }
+
+  /// For the backward of the second run, which must not outlive `g`.
+  void connect(const std::vector<Tensor>& leaves, Grads& g) const {
+    for (size_t i = 0; i < leaves.size(); ++i) {
+      if (wanted_[i]) set_grad_sink(leaves[i], std::make_shared<Passage>(g, static_cast<int>(i)));
+    }
+  }
+
+  /// Hands on the gradients that came to the leaves.
+  void deliver(const std::vector<Tensor>& leaves, Grads& g) const {
+    for (size_t i = 0; i < leaves.size(); ++i) {
+      if (wanted_[i] && leaves[i].grad().is_defined()) {
+        g.add(static_cast<int>(i), leaves[i].grad());
+      }
+    }
+  }
+
+ private:
+  RandomState start_;
+  std::vector<Saved> inputs_;
+  std::vector<bool> wanted_;
+};
+
 }  // namespace
 
 bool is_checkpointing() {
@@ -43,34 +102,64 @@ Tensor recompute(const std::function<Tensor(const std::vector<Tensor>&)>& fn,
     FlagScope scope(checkpointing);
     output = fn(inputs);
   }
-  std::vector<Saved> saved;
-  for (const Tensor& input : inputs) saved.push_back(save(input));
-  std::vector<bool> wanted;
-  for (const Tensor& input : inputs) wanted.push_back(input.is_defined() && input.requires_grad());
-  auto outputs =
-      record_multi_always("recompute", inputs, {output},
-                          [fn, start, saved = std::move(saved), wanted = std::move(wanted)](
-                              std::span<const Tensor> dys, Grads& g) {
-                            std::vector<Tensor> again;
-                            for (size_t i = 0; i < saved.size(); ++i) {
-                              const Tensor& input = saved[i];
-                              again.push_back(input.is_defined() ? input.detach() : input);
-                              if (wanted[i]) again.back().set_requires_grad(true);
-                            }
-                            Tensor result;
-                            {
-                              FlagScope scope(recomputing);
-                              RandomScope random(start);
-                              GradMode grad(true);
-                              result = fn(again);
-                            }
-                            if (result.requires_grad()) backward(result, dys[0]);
-                            for (size_t i = 0; i < again.size(); ++i) {
-                              if (wanted[i] && again[i].grad().is_defined())
-                                g.add(static_cast<int>(i), again[i].grad());
-                            }
-                          });
+  auto outputs = record_multi_always(
+      "recompute", inputs, {output},
+      [fn, replay = Replay(inputs, start)](std::span<const Tensor> dys, Grads& g) {
+        std::vector<Tensor> leaves;
+        const Tensor again = replay.run(leaves, fn);
+        if (again.requires_grad()) backward(again, dys[0]);
+        replay.deliver(leaves, g);
+      });
   return outputs[0];
+}
+
+Tensor recompute_output(
+    const std::function<std::vector<Tensor>(const std::vector<Tensor>&)>& produce,
+    const std::function<Tensor(const std::vector<Tensor>&)>& consume,
+    const std::vector<Tensor>& inputs) {
+  if (!grad_mode()) return consume(produce(inputs));
+  const RandomState start = random_state();
+  std::vector<Tensor> outputs;
+  {
+    NoGrad no_grad;
+    FlagScope scope(checkpointing);
+    outputs = produce(inputs);
+  }
+  /// The second run, between the two nodes of the tape around what `consume` records.
+  struct Again {
+    std::vector<Tensor> leaves, outputs;
+  };
+  const auto again = std::make_shared<Again>();
+  const std::shared_ptr<Storage> dropped = outputs[0].storage();
+  const Replay replay(inputs, start);
+  outputs = record_multi_always("recompute_output", inputs, outputs,
+                                [again, dropped, replay](std::span<const Tensor> dys, Grads& g) {
+                                  std::vector<Tensor> roots, grads;
+                                  for (size_t i = 0; i < dys.size(); ++i) {
+                                    const Tensor& root = again->outputs[i];
+                                    if (!dys[i].is_defined() || !root.requires_grad()) continue;
+                                    roots.push_back(root);
+                                    grads.push_back(dys[i]);
+                                  }
+                                  replay.connect(again->leaves, g);
+                                  if (!roots.empty()) backward(roots, grads);
+                                  *again = {};
+                                  dropped->release();
+                                });
+  const Tensor result = consume(outputs);
+  TESSERA_CHECK(result.storage() != dropped,
+                "recompute_output: consume must not return a view of what produce gave first");
+  dropped->release();
+  auto results =
+      record_multi_always("recompute_again", {result}, {result},
+                          [produce, again, dropped, replay](std::span<const Tensor> dys, Grads& g) {
+                            again->leaves.clear();
+                            again->outputs = replay.run(again->leaves, produce);
+                            const Tensor& first = again->outputs[0];
+                            dropped->attach(first.raw_data(), first.storage());
+                            g.add(0, dys[0]);
+                          });
+  return results[0];
 }
 
 }  // namespace tessera

@@ -14,6 +14,16 @@ namespace tessera {
 Tensor recompute(const std::function<Tensor(const std::vector<Tensor>&)>& fn,
                  const std::vector<Tensor>& inputs);
 
+/// Selective checkpointing: `consume(produce(inputs))`, where the first output of `produce` (of a
+/// norm or an activation, cheap to have again) loses its bytes once `consume` is through. When a
+/// gradient reaches the result, `produce` runs again, draws the same random numbers and brings the
+/// bytes back, so whatever `consume` has saved of that output is valid. Other outputs stay.
+/// `consume` must not return a view of the first output. With grad mode off nothing is dropped.
+Tensor recompute_output(
+    const std::function<std::vector<Tensor>(const std::vector<Tensor>&)>& produce,
+    const std::function<Tensor(const std::vector<Tensor>&)>& consume,
+    const std::vector<Tensor>& inputs);
+
 /// True during the first run, whose backward is still to come although grad mode is off.
 bool is_checkpointing();
 /// True during the second run (units do not count it as a call).

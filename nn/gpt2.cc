@@ -64,8 +64,34 @@ Tensor Gpt2Block::body(const Tensor& x_BTC, const AttentionInput& input) {
   return mlp_(mid.y, mid.sum);
 }
 
+Tensor Gpt2Block::selective_body(const Tensor& x_BTC, const AttentionInput& input) {
+  const Tensor a_BTC =
+      recompute_output([this](const std::vector<Tensor>& in) { return std::vector{norm1_(in[0])}; },
+                       [&](const std::vector<Tensor>& in) {
+                         const Tensor a_BTC = attn_(in[0], input);
+                         return dropout_->is_active() ? dropout_(a_BTC) : a_BTC;
+                       },
+                       {x_BTC});
+  return recompute_output(
+      [this](const std::vector<Tensor>& in) {
+        const ResidualNorm mid = norm2_(in[0], in[1]);
+        return std::vector{mid.y, mid.sum};
+      },
+      [&](const std::vector<Tensor>& in) {
+        if (dropout_->is_active()) return add(in[1], dropout_(mlp_(in[0])));
+        return mlp_(in[0], in[1]);
+      },
+      {a_BTC, x_BTC});
+}
+
+void Gpt2Block::set_recompute(Recompute what) {
+  recompute_ = what;
+  mlp_->set_recompute(what == Recompute::kCheap);
+}
+
 Tensor Gpt2Block::forward(const Tensor& x_BTC, const AttentionInput& input) {
-  if (!recompute_ || !grad_mode()) return body(x_BTC, input);
+  if (recompute_ == Recompute::kNothing || !grad_mode()) return body(x_BTC, input);
+  if (recompute_ == Recompute::kCheap) return selective_body(x_BTC, input);
   return recompute(
       [this, input](const std::vector<Tensor>& inputs) { return body(inputs[0], input); }, {x_BTC});
 }
@@ -90,7 +116,7 @@ Gpt2::Gpt2(const Gpt2Config& config)
 
 void Gpt2::set_recompute(const RecomputePolicy& policy) {
   for (int64_t i = 0; i < blocks_.num_children(); ++i) {
-    blocks_[i]->set_recompute(policy.applies_to(i));
+    blocks_[i]->set_recompute(policy.of(i));
   }
 }
 

@@ -34,18 +34,19 @@ class Gpt2Block : public Module {
   explicit Gpt2Block(const Gpt2Config& config);
 
   Tensor forward(const Tensor& x_BTC, const AttentionInput& input = {});
-  /// Runs the inside again in backward instead of keeping its activations.
-  void set_recompute(bool recompute) { recompute_ = recompute; }
+  void set_recompute(Recompute what);
 
  private:
   Tensor body(const Tensor& x_BTC, const AttentionInput& input);
+  /// The same bits, without keeping outputs of norms and activations.
+  Tensor selective_body(const Tensor& x_BTC, const AttentionInput& input);
 
   Child<LayerNorm> norm1_;
   Child<Attention> attn_;
   Child<LayerNorm> norm2_;
   Child<Mlp> mlp_;
   Child<Dropout> dropout_;
-  bool recompute_ = false;
+  Recompute recompute_ = Recompute::kNothing;
 };
 
 /// Names: embed.weight position.weight blocks.N.{norm1,attn.qkv,attn.out,norm2,mlp.up,mlp.down}.*

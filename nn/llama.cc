@@ -74,8 +74,26 @@ Tensor LlamaBlock::body(const Tensor& x_BTC, const AttentionInput& input) {
   return mlp_(mid.y, mid.sum);
 }
 
+Tensor LlamaBlock::selective_body(const Tensor& x_BTC, const AttentionInput& input) {
+  const Tensor a_BTC =
+      recompute_output([this](const std::vector<Tensor>& in) { return std::vector{norm1_(in[0])}; },
+                       [&](const std::vector<Tensor>& in) { return attn_(in[0], input); }, {x_BTC});
+  return recompute_output(
+      [this](const std::vector<Tensor>& in) {
+        const ResidualNorm mid = norm2_(in[0], in[1]);
+        return std::vector{mid.y, mid.sum};
+      },
+      [&](const std::vector<Tensor>& in) { return mlp_(in[0], in[1]); }, {a_BTC, x_BTC});
+}
+
+void LlamaBlock::set_recompute(Recompute what) {
+  recompute_ = what;
+  mlp_->set_recompute(what == Recompute::kCheap);
+}
+
 Tensor LlamaBlock::forward(const Tensor& x_BTC, const AttentionInput& input) {
-  if (!recompute_ || !grad_mode()) return body(x_BTC, input);
+  if (recompute_ == Recompute::kNothing || !grad_mode()) return body(x_BTC, input);
+  if (recompute_ == Recompute::kCheap) return selective_body(x_BTC, input);
   return recompute(
       [this, input](const std::vector<Tensor>& inputs) { return body(inputs[0], input); }, {x_BTC});
 }
@@ -104,7 +122,7 @@ Llama::Llama(const LlamaConfig& config)
 
 void Llama::set_recompute(const RecomputePolicy& policy) {
   for (int64_t i = 0; i < blocks_.num_children(); ++i) {
-    blocks_[i]->set_recompute(policy.applies_to(i));
+    blocks_[i]->set_recompute(policy.of(i));
   }
 }
 

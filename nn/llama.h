@@ -37,17 +37,18 @@ class LlamaBlock : public Module {
   explicit LlamaBlock(const LlamaConfig& config);
 
   Tensor forward(const Tensor& x_BTC, const AttentionInput& input = {});
-  /// Runs the inside again in backward instead of keeping its activations.
-  void set_recompute(bool recompute) { recompute_ = recompute; }
+  void set_recompute(Recompute what);
 
  private:
   Tensor body(const Tensor& x_BTC, const AttentionInput& input);
+  /// The same bits, without keeping outputs of norms and activations.
+  Tensor selective_body(const Tensor& x_BTC, const AttentionInput& input);
 
   Child<RmsNorm> norm1_;
   Child<Attention> attn_;
   Child<RmsNorm> norm2_;
   Child<SwiGlu> mlp_;
-  bool recompute_ = false;
+  Recompute recompute_ = Recompute::kNothing;
 };
 
 /// Names: embed.weight blocks.N.{norm1,attn.qkv,attn.q_norm,attn.k_norm,attn.out,norm2,mlp.gate_up,

@@ -1,5 +1,7 @@
 #include "nn/mlp.h"
 
+#include "core/recompute.h"
+
 namespace tessera::nn {
 namespace {
 
@@ -20,11 +22,17 @@ Mlp::Mlp(const MlpConfig& config)
             LinearOptions{.bias = config.bias, .init = config.out_init}) {}
 
 Tensor Mlp::forward(const Tensor& x) {
-  return down_(up_(x, gelu_));
+  if (!recompute_) return down_(up_(x, gelu_));
+  return recompute_output(
+      [kind = gelu_](const std::vector<Tensor>& in) { return std::vector{gelu(in[0], kind)}; },
+      [this](const std::vector<Tensor>& in) { return down_(in[0]); }, {up_(x)});
 }
 
 Tensor Mlp::forward(const Tensor& x, const Tensor& residual) {
-  return down_(up_(x, gelu_), residual);
+  if (!recompute_) return down_(up_(x, gelu_), residual);
+  return recompute_output(
+      [kind = gelu_](const std::vector<Tensor>& in) { return std::vector{gelu(in[0], kind)}; },
+      [&](const std::vector<Tensor>& in) { return down_(in[0], residual); }, {up_(x)});
 }
 
 std::string Mlp::kind() const {
@@ -38,18 +46,24 @@ SwiGlu::SwiGlu(const MlpConfig& config)
       down_(this, "down", config.ffn_width, config.width,
             LinearOptions{.bias = config.bias, .init = config.out_init}) {}
 
-Tensor SwiGlu::activation(const Tensor& x) {
+Tensor SwiGlu::activation(const Tensor& gate_up) const {
   const int64_t sizes[] = {ffn_width_, ffn_width_};
-  const std::vector<Tensor> parts = split(gate_up_(x), sizes);
+  const std::vector<Tensor> parts = split(gate_up, sizes);
   return swiglu(parts[0], parts[1]);
 }
 
 Tensor SwiGlu::forward(const Tensor& x) {
-  return down_(activation(x));
+  if (!recompute_) return down_(activation(gate_up_(x)));
+  return recompute_output(
+      [this](const std::vector<Tensor>& in) { return std::vector{activation(in[0])}; },
+      [this](const std::vector<Tensor>& in) { return down_(in[0]); }, {gate_up_(x)});
 }
 
 Tensor SwiGlu::forward(const Tensor& x, const Tensor& residual) {
-  return down_(activation(x), residual);
+  if (!recompute_) return down_(activation(gate_up_(x)), residual);
+  return recompute_output(
+      [this](const std::vector<Tensor>& in) { return std::vector{activation(in[0])}; },
+      [&](const std::vector<Tensor>& in) { return down_(in[0], residual); }, {gate_up_(x)});
 }
 
 std::string SwiGlu::kind() const {

@@ -22,12 +22,15 @@ class Mlp : public Module {
   Tensor forward(const Tensor& x);
   /// residual + forward(x), the addition fused.
   Tensor forward(const Tensor& x, const Tensor& residual);
+  /// Computes the activation again in backward instead of keeping it.
+  void set_recompute(bool recompute) { recompute_ = recompute; }
 
   std::string kind() const override;
 
  private:
   Gelu gelu_;
   Child<Linear> up_, down_;
+  bool recompute_ = false;
 };
 
 /// down(silu(gate(x)) * up(x)) (Shazeer 2020); the gate's rows come first in gate_up.weight.
@@ -39,14 +42,17 @@ class SwiGlu : public Module {
   Tensor forward(const Tensor& x);
   /// residual + forward(x), the addition fused.
   Tensor forward(const Tensor& x, const Tensor& residual);
+  /// Computes the activation again in backward instead of keeping it.
+  void set_recompute(bool recompute) { recompute_ = recompute; }
 
   std::string kind() const override;
 
  private:
-  Tensor activation(const Tensor& x);
+  Tensor activation(const Tensor& gate_up) const;
 
   int64_t ffn_width_;
   Child<Linear> gate_up_, down_;
+  bool recompute_ = false;
 };
 
 }  // namespace tessera::nn

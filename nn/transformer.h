@@ -40,15 +40,27 @@ struct ForwardOptions {
   bool last_only = false;
 };
 
+/// What a block computes again in backward instead of keeping it.
+enum class Recompute : unsigned char {
+  kNothing,
+  kCheap,  ///< outputs of norms and activations; those of attention and matrix products are kept
+  kBlock,  ///< all of it but its input
+};
+
 /// Which blocks run again in backward instead of keeping their activations. A region is the inside
 /// of one block, so a unit that holds the block is gathered for it exactly once more.
 struct RecomputePolicy {
-  enum class Kind { kNone, kFull, kEveryN };
+  enum class Kind { kNone, kFull, kEveryN, kSelective };
   Kind kind = Kind::kNone;
   int64_t every = 1;  ///< kEveryN: blocks 0, every, 2 * every, ...
 
+  /// The whole of the block runs again.
   bool applies_to(int64_t layer) const {
     return kind == Kind::kFull || (kind == Kind::kEveryN && layer % every == 0);
+  }
+  Recompute of(int64_t layer) const {
+    if (kind == Kind::kSelective) return Recompute::kCheap;
+    return applies_to(layer) ? Recompute::kBlock : Recompute::kNothing;
   }
 };
 

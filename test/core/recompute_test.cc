@@ -75,6 +75,50 @@ TEST_CASE("recompute: same bits as without, random numbers included", "[recomput
   check_same(plain, again);
 }
 
+TEST_CASE("recompute_output: same bits, and the first output has no bytes until backward",
+          "[recompute]") {
+  // Two outputs, of which the consumer saves the first.
+  const auto produce = [](const Tensors& in) { return Tensors{noisy(in[0]), plus(in[0], in[0])}; };
+  const auto consume = [](const Tensors& in) { return plus(noisy(in[0]), in[1]); };
+  const Result plain = run([&](const Tensor& x, const Tensor& w) {
+    const Tensor a = consume(produce({plus(x, w)}));
+    return plus(a, consume(produce({w})));
+  });
+  std::vector<std::shared_ptr<Storage>> first, second;
+  const Result again = run([&](const Tensor& x, const Tensor& w) {
+    const auto watched = [&](const Tensors& in) {
+      first.push_back(in[0].storage());
+      second.push_back(in[1].storage());
+      CHECK(first.back()->is_materialized());
+      return consume(in);
+    };
+    const Tensor a = recompute_output(produce, watched, {plus(x, w)});
+    CHECK_FALSE(first.back()->is_materialized());
+    CHECK(second.back()->is_materialized());
+    return plus(a, recompute_output(produce, watched, {w}));
+  });
+  check_same(plain, again);
+  for (const auto& storage : first) CHECK_FALSE(storage->is_materialized());
+  NoGrad no_grad;
+  const Tensor x = randn({3, 4}, kF64, 1);
+  recompute_output(produce,
+                   [&](const Tensors& in) {
+                     first.push_back(in[0].storage());
+                     return consume(in);
+                   },
+                   {x});
+  CHECK(first.back()->is_materialized());
+}
+
+TEST_CASE("recompute_output: a view of what is dropped is refused", "[recompute]") {
+  const Tensor x = randn({3, 4}, kF64, 1).set_requires_grad(true);
+  const auto message = error_of([&] {
+    recompute_output([](const Tensors& in) { return Tensors{noisy(in[0])}; },
+                     [](const Tensors& in) { return in[0]; }, {x});
+  });
+  CHECK(message.find("recompute_output: consume must not return a view") != std::string::npos);
+}
+
 TEST_CASE("recompute: regions may lie inside regions", "[recompute]") {
   const Result plain =
       run([](const Tensor& x, const Tensor& w) { return noisy(plus(noisy(noisy(x)), w)); });

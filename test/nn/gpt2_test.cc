@@ -153,24 +153,28 @@ std::vector<Tensor> step(LanguageModel& model, const Tensor& ids_BT, const Tenso
 TEST_CASE("gpt2: recompute gives the same bits, with dropout", "[gpt2]") {
   Gpt2Config c = tiny();
   c.num_layers = 3;
-  c.dropout = 0.2;
-  Gpt2 model(c);
-  model.initialize(1);
   const Tensor ids_BT = randint(0, 23, {3, 7}), targets_BT = randint(0, 23, {3, 7}, kI32, 2);
-  const std::vector<Tensor> expected = step(model, ids_BT, targets_BT);
   using Kind = RecomputePolicy::Kind;
-  for (const RecomputePolicy& policy :
-       {RecomputePolicy{Kind::kFull, 1}, RecomputePolicy{Kind::kEveryN, 2}}) {
-    model.set_recompute(policy);
-    const std::vector<Tensor> actual = step(model, ids_BT, targets_BT);
-    for (size_t i = 0; i < expected.size(); ++i) check_bitwise(actual[i], expected[i]);
+  for (const double dropout : {0.2, 0.0}) {
+    c.dropout = dropout;
+    Gpt2 model(c);
+    model.initialize(1);
+    const std::vector<Tensor> expected = step(model, ids_BT, targets_BT);
+    for (const RecomputePolicy& policy :
+         {RecomputePolicy{Kind::kFull, 1}, RecomputePolicy{Kind::kEveryN, 2},
+          RecomputePolicy{Kind::kSelective, 1}}) {
+      model.set_recompute(policy);
+      const std::vector<Tensor> actual = step(model, ids_BT, targets_BT);
+      for (size_t i = 0; i < expected.size(); ++i) check_bitwise(actual[i], expected[i]);
+    }
   }
   CHECK(RecomputePolicy{Kind::kEveryN, 2}.applies_to(0));
   CHECK_FALSE(RecomputePolicy{Kind::kEveryN, 2}.applies_to(1));
   CHECK_FALSE(RecomputePolicy{}.applies_to(0));
 }
 
-TEST_CASE("gpt2: recompute keeps one block's activations at a time", "[gpt2]") {
+TEST_CASE("gpt2: recompute keeps one block's activations, selective no norms and activations",
+          "[gpt2]") {
   Gpt2Config c = tiny();
   c.num_layers = 6;
   c.width = 32;
@@ -191,6 +195,12 @@ TEST_CASE("gpt2: recompute keeps one block's activations at a time", "[gpt2]") {
   const int64_t without = peak();
   model.set_recompute({RecomputePolicy::Kind::kFull, 1});
   CHECK(peak() < without / 3);
+  // Of the two norms' outputs and the activation's, 2 C + F a token, no block keeps any.
+  model.set_recompute({RecomputePolicy::Kind::kSelective, 1});
+  const int64_t dropped = 4 * 64 * (2 * c.width + c.ffn_width) * 4;
+  const int64_t selective = peak();
+  CHECK(selective < without - (c.num_layers - 2) * dropped);
+  CHECK(selective > without / 3);
 }
 
 TEST_CASE("gpt2: dropout acts while training only", "[gpt2]") {

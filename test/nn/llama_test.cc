@@ -174,9 +174,11 @@ TEST_CASE("llama: recompute gives the same bits", "[llama]") {
   const Tensor ids_BT = randint(0, 23, {3, 7}), targets_BT = randint(0, 23, {3, 7}, kI32, 2);
   const Tensor one = full({}, 1);
   const auto expected = step(model, ids_BT, targets_BT, one, false);
-  model.set_recompute({RecomputePolicy::Kind::kFull, 1});
-  const auto actual = step(model, ids_BT, targets_BT, one, false);
-  for (size_t i = 0; i < expected.size(); ++i) check_bitwise(actual[i], expected[i]);
+  for (const auto kind : {RecomputePolicy::Kind::kFull, RecomputePolicy::Kind::kSelective}) {
+    model.set_recompute({kind, 1});
+    const auto actual = step(model, ids_BT, targets_BT, one, false);
+    for (size_t i = 0; i < expected.size(); ++i) check_bitwise(actual[i], expected[i]);
+  }
 }
 
 TEST_CASE("llama: a cache gives the same logits", "[llama]") {
