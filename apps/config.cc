@@ -19,10 +19,6 @@ namespace {
 constexpr double kMaxCount = 1e12;
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-// Names that the design has and this version lacks: their users get told so, not "unknown".
-constexpr std::string_view kPlannedStrategies[] = {"shard_grad_op", "shard_optim", "hybrid_shard",
-                                                   "hybrid_shard_zero2"};
-
 std::string section_of(std::string_view key) {
   const size_t dot = key.find('.');
   return std::string(dot == std::string_view::npos ? "" : key.substr(0, dot));
@@ -122,12 +118,6 @@ void check_range(const Field& field, double value, const std::string& found,
 void set_string(const Field& field, const std::string& value, const std::string& where) {
   const auto& choices = field.choices;
   if (!choices.empty() && std::find(choices.begin(), choices.end(), value) == choices.end()) {
-    if (field.key == "fsdp.strategy" &&
-        std::find(std::begin(kPlannedStrategies), std::end(kPlannedStrategies), value) !=
-            std::end(kPlannedStrategies)) {
-      throw ConfigError(fmt::format("{}: {} = {} is not available yet, expected one of {}", where,
-                                    field.key, quote(value), fmt::join(choices, ", ")));
-    }
     throw ConfigError(fmt::format("{}: {} = {}, expected {} (nearest: {})", where, field.key,
                                   quote(value), expected_text(field),
                                   nearest_name(value, choices)));
@@ -159,8 +149,11 @@ void set_from_toml(const Field& field, const toml::node& node, const std::string
     check_range(field, value, found, where);
     **number = value;
   } else {
-    if (!node.is_string()) fail_value(field, found, where);
-    set_string(field, *node.value<std::string>(), where);
+    // true and false may be among the choices (fsdp.sync_every_micro_batch).
+    const bool is_flag = node.is_boolean() && std::find(field.choices.begin(), field.choices.end(),
+                                                        "true") != field.choices.end();
+    if (!node.is_string() && !is_flag) fail_value(field, found, where);
+    set_string(field, is_flag ? found : *node.value<std::string>(), where);
   }
 }
 
@@ -470,13 +463,31 @@ std::vector<Field> config_fields(Config& c) {
       {"fsdp.strategy",
        &c.fsdp.strategy,
        any,
-       {"full_shard", "no_shard"},
+       {"full_shard", "shard_grad_op", "shard_optim", "no_shard", "hybrid_shard",
+        "hybrid_shard_zero2"},
        "what is sharded over ranks"},
+      {"fsdp.shard_size",
+       &c.fsdp.shard_size,
+       {0, 1048576},
+       {},
+       "hybrid strategies: ranks in a shard group; 0: the ranks of a node"},
       {"fsdp.wrap",
        &c.fsdp.wrap,
        any,
-       {"transformer_block", "whole_model"},
+       {"transformer_block", "every_n_blocks", "min_num_params", "whole_model"},
        "what is gathered together: a unit"},
+      {"fsdp.wrap_every", &c.fsdp.wrap_every, {1, 10000}, {}, "wrap every_n_blocks: blocks a unit"},
+      {"fsdp.min_num_params",
+       &c.fsdp.min_num_params,
+       from(1),
+       {},
+       "wrap min_num_params: parameters that make a module a unit"},
+      {"fsdp.sync_every_micro_batch",
+       &c.fsdp.sync_every_micro_batch,
+       any,
+       {"auto", "true", "shard", "false"},
+       "gradients travel after each pass: to all ranks, inside shard groups, or after the last "
+       "only"},
       {"fsdp.prefetch_forward",
        &c.fsdp.prefetch_forward,
        {0, 1024},
@@ -508,8 +519,10 @@ std::vector<Field> config_fields(Config& c) {
       {"recompute.policy",
        &c.recompute.policy,
        any,
-       {"none", "full", "every_n"},
-       "blocks whose activations are computed again in backward"},
+       {"none", "full", "every_n", "selective"},
+       "blocks whose activations are computed again in backward; selective: of all blocks, those "
+       "of "
+       "norms and activation functions"},
       {"recompute.every_n", &c.recompute.every_n, from(1), {}, "policy every_n: every n-th block"},
 
       {"memory.limit", &c.memory.limit, any, {}, "of the device, such as \"2GiB\"; none"},

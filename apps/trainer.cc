@@ -39,16 +39,27 @@ DType dtype_from_name(const std::string& name) {
 
 nn::RecomputePolicy recompute_policy(const RecomputeConfig& config) {
   using Kind = nn::RecomputePolicy::Kind;
-  const Kind kind = config.policy == "full"      ? Kind::kFull
-                    : config.policy == "every_n" ? Kind::kEveryN
-                                                 : Kind::kNone;
+  const Kind kind = config.policy == "full"        ? Kind::kFull
+                    : config.policy == "every_n"   ? Kind::kEveryN
+                    : config.policy == "selective" ? Kind::kSelective
+                                                   : Kind::kNone;
   return {kind, config.every_n};
 }
 
 dist::FsdpOptions fsdp_options(const Config& config) {
   dist::FsdpOptions options;
   options.strategy = dist::strategy_from_name(config.fsdp.strategy);
+  options.shard_size = static_cast<int>(config.fsdp.shard_size);
   if (config.fsdp.wrap == "whole_model") options.wrap = dist::wrap::whole_model();
+  if (config.fsdp.wrap == "every_n_blocks") {
+    options.wrap = dist::wrap::every_n_blocks(static_cast<int>(config.fsdp.wrap_every));
+  }
+  if (config.fsdp.wrap == "min_num_params") {
+    options.wrap = dist::wrap::min_num_params(config.fsdp.min_num_params);
+  }
+  if (config.fsdp.sync_every_micro_batch != "auto") {
+    options.sync_every_micro_batch = dist::grad_sync_from_name(config.fsdp.sync_every_micro_batch);
+  }
   options.prefetch_forward = static_cast<int>(config.fsdp.prefetch_forward);
   options.prefetch_backward = static_cast<int>(config.fsdp.prefetch_backward);
   options.communicators = static_cast<int>(config.fsdp.communicators);

@@ -57,14 +57,17 @@ TEST_CASE("config: what is wrong is named with key, place and what is allowed", 
       {"[optim]\nlr = [1.0]", {}, "f.toml:2: optim.lr = an array, expected a number >= 0"},
       {"[optim]\neps = 0", {}, "f.toml:2: optim.eps = 0, expected a number > 0"},
       {"device = 3", {}, "f.toml:1: device = 3, expected one of auto, cpu, cuda"},
-      {"[fsdp]\nstrategy = 'hybrid_shard'",
-       {},
-       "f.toml:2: fsdp.strategy = \"hybrid_shard\" is not available yet, expected one of "
-       "full_shard, no_shard"},
       {"[fsdp]\nstrategy = 'full_sharding'",
        {},
-       "f.toml:2: fsdp.strategy = \"full_sharding\", expected one of full_shard, no_shard "
-       "(nearest: full_shard)"},
+       "f.toml:2: fsdp.strategy = \"full_sharding\", expected one of full_shard, shard_grad_op, "
+       "shard_optim, no_shard, hybrid_shard, hybrid_shard_zero2 (nearest: full_shard)"},
+      {"[fsdp]\nsync_every_micro_batch = 1",
+       {},
+       "f.toml:2: fsdp.sync_every_micro_batch = 1, expected one of auto, true, shard, false"},
+      {"[fsdp]\nwrap = true",
+       {},
+       "f.toml:2: fsdp.wrap = true, expected one of transformer_block, every_n_blocks, "
+       "min_num_params, whole_model"},
       {"[model]\nwidth = 100\nheads = 3",
        {kText},
        "f.toml:2: model.width = 100, expected a multiple of model.heads = 3"},
@@ -197,13 +200,23 @@ TEST_CASE("config: help names every key with its default", "[config]") {
     CHECK(help.find("--" + std::string(field.key) + " ") != std::string::npos);
     CHECK_FALSE(field.doc.empty());
   }
-  CHECK(help.find("one of full_shard, no_shard; default \"full_shard\"") != std::string::npos);
+  CHECK(help.find("hybrid_shard, hybrid_shard_zero2; default \"full_shard\"") != std::string::npos);
 }
 
 TEST_CASE("config: defaults are within their own ranges", "[config]") {
   Config config;
   config.data.text = "x";
   CHECK_NOTHROW(parse_config(dump_config(config), "defaults"));
+}
+
+TEST_CASE("config: true and false may be given bare where they are names", "[config]") {
+  for (const char* value : {"true", "false", "'false'", "'shard'"}) {
+    const Config config = parse_config(fmt::format("[fsdp]\nsync_every_micro_batch = {}", value),
+                                       "f.toml", {&kText, 1});
+    std::string name = value;
+    std::erase(name, '\'');
+    CHECK(config.fsdp.sync_every_micro_batch == name);
+  }
 }
 
 TEST_CASE("config: nearest_name prefers the fewest edits", "[config]") {
