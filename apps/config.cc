@@ -427,6 +427,11 @@ std::vector<Field> config_fields(Config& c) {
        {0, 4096},
        {},
        "CPU threads a rank; 0: the allowed processors over the ranks of the node"},
+      {"train.reproducible",
+       &c.train.reproducible,
+       any,
+       {},
+       "the same bits at any power of two of ranks with the same micro_batch and global_batch"},
       {"train.max_minutes", &c.train.max_minutes, not_negative, {}, "stop after; 0: no limit"},
 
       {"sample.tokens", &c.sample.tokens, from(0), {}, "tokens to generate after training"},

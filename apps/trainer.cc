@@ -63,6 +63,7 @@ dist::FsdpOptions fsdp_options(const Config& config) {
   options.prefetch_forward = static_cast<int>(config.fsdp.prefetch_forward);
   options.prefetch_backward = static_cast<int>(config.fsdp.prefetch_backward);
   options.communicators = static_cast<int>(config.fsdp.communicators);
+  options.reproducible = config.train.reproducible;
   options.precision.norm_fp32 = config.precision.norm_fp32;
   options.precision.param_dtype = dtype_from_name(config.precision.param_dtype);
   options.precision.reduce_dtype = dtype_from_name(config.precision.reduce_dtype);
@@ -155,6 +156,7 @@ class Trainer {
   PendingStep submit_step(int64_t step);
   StepMetrics finish_step(const PendingStep& pending);
   std::optional<double> evaluate();
+  double sum_in_sample_order(const std::vector<Tensor>& sums);
   nn::ForwardOptions forward_options(const Batch& batch) const;
   void print_sample();
   void save_model();
@@ -257,7 +259,7 @@ nn::ForwardOptions Trainer::forward_options(const Batch& batch) const {
 PendingStep Trainer::submit_step(int64_t step) {
   PendingStep pending;
   pending.step = step + 1;
-  pending.loss_sum = zeros({1});
+  std::vector<Tensor> losses;
   const int64_t B = config_.train.micro_batch;
   for (int64_t pass = 0; pass < grad_accum_steps_; ++pass) {
     const int64_t offset = (pass * world_.world_size() + world_.rank()) * B;
@@ -275,13 +277,13 @@ PendingStep Trainer::submit_step(int64_t step) {
                                       from_values(std::span<const int32_t>(batch.targets), shape),
                                       forward_options(batch), loss_options);
     backward(loss.sum, grad_scale_);
-    pending.loss_sum.add_(loss.sum.detach().view({1}));
+    losses.push_back(loss.sum.detach().view({1}));
   }
   const dist::ClippedNorm clip = fsdp_->clip_grad_norm(config_.optim.clip);
   pending.lr = schedule_->lr(step);
   optimizer_->step(static_cast<float>(pending.lr), clip.factor, clip.found_inf);
   fsdp_->end_step();
-  fsdp_->all_reduce_scalars(pending.loss_sum);
+  pending.loss_sum = fsdp_->sum_micro_batches(losses);
   pending.grad_norm = clip.norm;
   pending.found_inf = clip.found_inf;
   pending.done = current_stream().record();
@@ -329,6 +331,7 @@ std::optional<double> Trainer::evaluate() {
   NoGrad no_grad;
   model_->train(false);
   Tensor total = zeros({1}, kF64);
+  std::vector<Tensor> sums;
   int64_t num_valid = 0;
   for (int64_t pass = 0; pass < passes; ++pass) {
     const Batch batch = eval_samples_->batch((pass * ranks + world_.rank()) * B, B);
@@ -338,13 +341,28 @@ std::optional<double> Trainer::evaluate() {
     const LossSum loss = model_->loss(from_values(std::span<const int32_t>(batch.inputs), shape),
                                       from_values(std::span<const int32_t>(batch.targets), shape),
                                       forward_options(batch), loss_options);
-    total.add_(loss.sum.view({1}).to(kF64));
+    sums.push_back(loss.sum.view({1}).to(kF64));
+    total.add_(sums.back());
     num_valid += batch.num_valid;
   }
   fsdp_->end_forward();
   model_->train(true);
-  const double sum = world_.control().sum(total.item());
+  const double sum =
+      config_.train.reproducible ? sum_in_sample_order(sums) : world_.control().sum(total.item());
   return sum / static_cast<double>(world_.control().sum(num_valid));
+}
+
+/// The sum of the micro-batches that all ranks have evaluated: the same for any number of ranks.
+double Trainer::sum_in_sample_order(const std::vector<Tensor>& sums) {
+  std::vector<double> mine, all(sums.size() * static_cast<size_t>(world_.world_size()));
+  for (const Tensor& sum : sums) mine.push_back(sum.item());
+  world_.control().all_gather(all.data(), mine.data(),
+                              static_cast<int64_t>(mine.size() * sizeof(double)));
+  double total = 0;
+  for (size_t pass = 0; pass < sums.size(); ++pass) {
+    for (size_t i = pass; i < all.size(); i += sums.size()) total += all[i];
+  }
+  return total;
 }
 
 bool Trainer::is_out_of_time() {

@@ -29,6 +29,9 @@ void Fsdp::end_forward() {
 void Fsdp::all_reduce_scalars(const Tensor& values) {
   scheduler_->all_reduce_scalars(values);
 }
+Tensor Fsdp::sum_micro_batches(std::span<const Tensor> per_micro_batch) {
+  return scheduler_->sum_micro_batches(per_micro_batch);
+}
 void Fsdp::for_each_full(State state,
                          const std::function<void(const std::string&, const Tensor&)>& f) {
   scheduler_->for_each_full(state, f);

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -62,6 +63,10 @@ class Fsdp {
 
   /// Sums device scalars (f32) over all ranks, in place, in fixed order; on the compute stream.
   void all_reduce_scalars(const Tensor& values);
+  /// The sum over the step's micro-batches on all ranks of f32 values that each of them has (its
+  /// loss): `per_micro_batch` are this rank's, of one shape. Fixed order; with
+  /// `FsdpOptions::reproducible` the same for any number of ranks. On the compute stream.
+  Tensor sum_micro_batches(std::span<const Tensor> per_micro_batch);
 
   enum class State { kMaster, kGradient };
   /// Calls `f` with each parameter's full name and its full f32 values (a tensor that lives for the

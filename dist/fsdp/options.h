@@ -59,6 +59,9 @@ struct FsdpOptions {
   /// 2: gathers and reduces on their own communicators and streams; 1: both on one.
   int communicators = 2;
   PrecisionOptions precision;
+  /// The same bits at any power of two of ranks, as long as micro-batches are dealt in the order of
+  /// [Note: One tree over a step]; needs sync_every_micro_batch true (then the default).
+  bool reproducible = false;
   /// Full names of parameters that are left alone: not sharded, not reduced, not optimized.
   std::vector<std::string> ignored;
 };

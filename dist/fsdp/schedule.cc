@@ -6,6 +6,7 @@
 #include "core/elementary/kernel.h"
 #include "core/random.h"
 #include "core/recompute.h"
+#include "dist/fsdp/reproducible.h"
 #include "kernels/reduce/reduce.h"
 
 namespace tessera::dist {
@@ -90,7 +91,10 @@ void Scheduler::resolve_options() {
                    o.reshard_after_forward.value_or(false), name_of(o.strategy));
   o.reshard_after_forward = reshards;
 
-  const GradSync default_sync = is_hybrid                             ? GradSync::kShard
+  if (o.reproducible) check_reproducible(o, world_size);
+  lanes_.reproducible = o.reproducible;
+  const GradSync default_sync = o.reproducible                        ? GradSync::kEveryMicroBatch
+                                : is_hybrid                           ? GradSync::kShard
                                 : o.strategy == Strategy::kShardOptim ? GradSync::kLast
                                                                       : GradSync::kEveryMicroBatch;
   lanes_.sync = o.sync_every_micro_batch.value_or(default_sync);
@@ -152,9 +156,10 @@ void Scheduler::make_units(nn::Module& root) {
       return std::find(ignored.begin(), ignored.end(), p.name) != ignored.end();
     });
     if (spec.parameters.empty()) continue;
-    units_.push_back(std::make_unique<Unit>(std::move(spec), options_.precision,
-                                            world_.world_size(), lanes_, residence,
-                                            keeps_full_grad));
+    units_.push_back(
+        std::make_unique<Unit>(std::move(spec), options_.precision,
+                               options_.reproducible ? kReproducibleChunks : world_.world_size(),
+                               lanes_, residence, keeps_full_grad));
   }
   TESSERA_CHECK_AS(ConfigError, !units_.empty(), "fully_shard: the model has no parameters");
   for (const auto& unit : units_) {
@@ -221,7 +226,7 @@ void Scheduler::make_pools() {
     for (const Group& g : u->groups()) {
       if (!g.layout.is_trainable) continue;
       const DType wire_dtype = g.layout.dtype == kF32 ? g.grad_dtype : lanes_.wire_dtype;
-      if (wire_dtype != g.grad_dtype && scalar_comm_->world_size() > 1) {
+      if (wire_dtype != g.grad_dtype && (scalar_comm_->world_size() > 1 || options_.reproducible)) {
         wire = std::max(wire, g.layout.numel * static_cast<int64_t>(size_of(wire_dtype)));
       }
       if (lanes_.shard_size > 1) {
@@ -260,14 +265,23 @@ void Scheduler::make_shards() {
       shards_.push_back(std::move(shard));
 
       const int64_t own = begin + unit->own_begin(g);
-      std::vector<tessera::Segment> segments;
-      for (const optim::Segment& s : segments_in(g.layout, own, own + unit->own_numel(g))) {
-        segments.push_back({s.begin, s.end});
+      const int64_t numel = unit->own_numel(g) / num_norm_chunks();
+      for (int64_t c = 0; c < num_norm_chunks(); ++c) {
+        const int64_t first = own + c * numel;
+        std::vector<tessera::Segment> segments;
+        for (const optim::Segment& s : segments_in(g.layout, first, first + numel)) {
+          segments.push_back({s.begin, s.end});
+        }
+        norm_inputs_.emplace_back(g.grad.narrow(0, first - begin, numel),
+                                  segments_to_device(segments, numel));
       }
-      norm_inputs_.emplace_back(g.grad.narrow(0, unit->own_begin(g), unit->own_numel(g)),
-                                segments_to_device(segments, unit->own_numel(g)));
     }
   }
+}
+
+/// Of a (group, rank): partial norms of their own.
+int64_t Scheduler::num_norm_chunks() const {
+  return options_.reproducible ? kReproducibleChunks / world_.world_size() : 1;
 }
 
 void Scheduler::make_buffers(nn::Module& root) {
@@ -658,6 +672,7 @@ void Scheduler::agree_on_order() {
 void Scheduler::begin_micro_batch(int index, int count) {
   TESSERA_CHECK(index >= 0 && index < count, "begin_micro_batch: {} of {}", index, count);
   is_last_micro_batch_ = index + 1 == count;
+  lanes_.micro_batch = index;
 }
 
 ClippedNorm Scheduler::clip_grad_norm(double max_norm, double p) {
@@ -666,8 +681,10 @@ ClippedNorm Scheduler::clip_grad_norm(double max_norm, double p) {
   }
   const auto num_parts = static_cast<int64_t>(norm_inputs_.size());
   const int64_t shard_size = lanes_.shard_size, replicas = lanes_.replicate_size;
-  // One partial a (group, one of world_size chunks), gathered and added in the order of chunks,
-  // which is not that of ranks where groups of ranks hold replicas.
+  const int64_t chunks = num_norm_chunks(), num_groups = num_parts / chunks;
+  // One partial a (group, one of world_size chunks; kReproducibleChunks in reproducible mode),
+  // gathered and added in the order of chunks, which is not that of ranks where groups of ranks
+  // hold replicas.
   Tensor all = empty({num_parts * world_.world_size()}, kF64);
   Tensor mine = all.narrow(0, world_.rank() * num_parts, num_parts);
   for (size_t i = 0; i < norm_inputs_.size(); ++i) {
@@ -678,14 +695,14 @@ ClippedNorm Scheduler::clip_grad_norm(double max_norm, double p) {
     scalar_comm_->all_gather(lanes_.compute, all.raw_data(), mine.raw_data(), num_parts, kF64,
                              {"grad_norm", "", step_});
   }
-  Tensor ordered = empty({num_parts, shard_size, replicas}, kF64);
+  Tensor ordered = empty({num_groups, shard_size, replicas, chunks}, kF64);
   kernels::copy(lanes_.compute, {ordered.raw_data(),
                                  all.raw_data(),
                                  kF64,
                                  kF64,
                                  ordered.shape(),
                                  ordered.strides(),
-                                 {1, num_parts, shard_size * num_parts},
+                                 {chunks, num_parts, shard_size * num_parts, 1},
                                  false});
   ClippedNorm clip{empty({}, kF32), empty({}, kF32), empty({}, kU8)};
   combine_norms(clip.norm, ordered.view({-1}), p);
@@ -701,6 +718,7 @@ void Scheduler::end_step() {
   }
   shards_ready_ = lanes_.compute.record();
   is_last_micro_batch_ = true;
+  lanes_.micro_batch = 0;
   if (world_.world_size() > 1) {
     std::vector<uint64_t> all(static_cast<size_t>(world_.world_size()));
     world_.control().all_gather(all.data(), &program_hash_, sizeof program_hash_);
@@ -726,6 +744,27 @@ void Scheduler::all_reduce_scalars(const Tensor& values) {
   scalar_comm_->all_reduce(lanes_.compute, values.raw_data(), numel, values.dtype(),
                            staging > 0 ? scalar_staging_.raw_data() : nullptr,
                            {"scalars", "", step_});
+}
+
+Tensor Scheduler::sum_micro_batches(std::span<const Tensor> values) {
+  TESSERA_CHECK(!values.empty(), "sum_micro_batches: no values");
+  const int64_t numel = values[0].numel();
+  if (!options_.reproducible) {
+    Tensor sum = zeros({numel}, kF32);
+    for (const Tensor& value : values) sum.add_(value.view({numel}));
+    all_reduce_scalars(sum);
+    return sum.view(values[0].shape());
+  }
+  // Over ranks first, each micro-batch on its own.
+  const auto count = static_cast<int64_t>(values.size());
+  Tensor all = empty({count, numel}, kF32);
+  std::vector<Tensor> sums;
+  for (int64_t i = 0; i < count; ++i) {
+    sums.push_back(all.narrow(0, i, 1).view(values[0].shape()));
+    sums.back().copy_(values[static_cast<size_t>(i)]);
+  }
+  all_reduce_scalars(all);
+  return sum_in_tree(sums);
 }
 
 // ---- descriptions

@@ -36,6 +36,7 @@ class Scheduler {
   void end_step();
   void end_forward();
   void all_reduce_scalars(const Tensor& values);
+  Tensor sum_micro_batches(std::span<const Tensor> values);
   void for_each_full(Fsdp::State state,
                      const std::function<void(const std::string&, const Tensor&)>& f);
   void load_full(const std::function<Tensor(const std::string& name)>& values);
@@ -73,6 +74,7 @@ class Scheduler {
   void make_units(nn::Module& root);
   void make_pools();
   void make_shards();
+  int64_t num_norm_chunks() const;
   void make_buffers(nn::Module& root);
   void install_hooks(nn::Module& root);
 

@@ -17,6 +17,7 @@
 // and the whole is padded to 256 x world_size, under every strategy. Rank r of a shard group of S
 // owns chunk r of S. So 256-element blocks never straddle tensors or shards, and a norm has the
 // same blocks whatever the strategy. Padding is never read by norm, optimizer or checkpoint.
+// In reproducible mode the padding is that of kReproducibleChunks ranks for any number of them.
 
 namespace tessera::dist {
 

@@ -234,8 +234,10 @@ void Unit::invalidate() {
 /// One rank, f32: the first micro-batch's gradients are written where they are needed.
 bool Unit::writes_into_shard() const {
   return lanes_.shard_size * lanes_.replicate_size == 1 && !keeps_full_grad_ && !has_shard_grad_ &&
-         std::all_of(groups_.begin(), groups_.end(),
-                     [](const Group& g) { return !g.layout.is_trainable || g.grad_dtype == kF32; });
+         std::all_of(
+             groups_.begin(), groups_.end(),
+             [](const Group& g) { return !g.layout.is_trainable || g.grad_dtype == kF32; }) &&
+         (!lanes_.reproducible || lanes_.wire_dtype == kF32);
 }
 
 void Unit::acquire_gradient_slot() {
@@ -283,6 +285,7 @@ void Unit::reduce(bool is_last, int64_t step) {
     if (!g.layout.is_trainable) continue;
     zero_unwritten(g);
     g.is_written.assign(g.is_written.size(), false);
+    if (lanes_.reproducible) begin_leaf(g);
   }
   const Event ready = lanes_.compute.record();
   for (Group& g : groups_) {
@@ -302,21 +305,46 @@ void Unit::reduce(bool is_last, int64_t step) {
   has_shard_grad_ = true;
 }
 
+void Unit::begin_leaf(Group& g) {
+  TESSERA_CHECK(g.leaves.num_leaves() == lanes_.micro_batch,
+                "train.reproducible: unit {} has the gradients of {} backwards before that of "
+                "micro-batch {}, expected one a micro-batch, each after begin_micro_batch",
+                spec_.name, g.leaves.num_leaves(), lanes_.micro_batch);
+  MemoryScope scope(MemoryClass::kGradients);
+  g.leaves.begin(g.grad.narrow(0, own_begin(g), own_numel(g)));
+}
+
+/// Where sums over ranks are added up, micro-batch by micro-batch.
+const Stream& Unit::summing_stream() const {
+  return lanes_.replicate_size > 1 ? lanes_.all_reduce
+         : lanes_.shard_size > 1   ? lanes_.reduce_scatter
+                                   : lanes_.compute;
+}
+
 void Unit::reduce_group(Group& g, const Event& ready, bool is_last, int64_t step) {
   const bool has_shard_group = lanes_.shard_size > 1, has_replicas = lanes_.replicate_size > 1;
   const CollectiveInfo info{"reduce", static_name_, step};
   // Only a low-precision group's gradients travel in a low precision.
   const DType wire = g.layout.dtype == kF32 ? g.grad_dtype : lanes_.wire_dtype;
-  void* own = static_cast<char*>(g.grad.raw_data()) + nbytes_of(own_begin(g), kF32);
+  // Where this rank's sum goes, and whether it is added to what is there.
+  const auto [own, accumulate] = lanes_.reproducible
+                                     ? g.leaves.destination()
+                                     : LeafTree::Destination{static_cast<char*>(g.grad.raw_data()) +
+                                                                 nbytes_of(own_begin(g), kF32),
+                                                             has_shard_grad_};
   if (!has_shard_group && !has_replicas) {
-    kernels::copy(lanes_.compute, {g.grad.raw_data(),
-                                   g.full_grad->data(),
-                                   kF32,
-                                   g.grad_dtype,
-                                   {g.shard_numel},
-                                   {1},
-                                   {1},
-                                   has_shard_grad_});
+    const void* source = g.full_grad->data();
+    DType source_dtype = g.grad_dtype;
+    if (lanes_.reproducible && wire != g.grad_dtype) {  // rounded as if it travelled
+      kernels::copy(
+          lanes_.compute,
+          {lanes_.wire_buffer.raw_data(), source, wire, source_dtype, {g.shard_numel}, {1}, {1}});
+      source = lanes_.wire_buffer.raw_data();
+      source_dtype = wire;
+    }
+    kernels::copy(lanes_.compute,
+                  {own, source, kF32, source_dtype, {g.shard_numel}, {1}, {1}, accumulate});
+    g.leaves.end(lanes_.compute);
     is_reduced_ = lanes_.compute.record();
     return;
   }
@@ -336,16 +364,19 @@ void Unit::reduce_group(Group& g, const Event& ready, bool is_last, int64_t step
   }
   if (!has_shard_group) {
     lanes_.replicate_comm->reduce_scatter(
-        first, own, source, own_numel(g), wire, kF32, has_shard_grad_,
+        first, own, source, own_numel(g), wire, kF32, accumulate,
         lanes_.replicate_staging.is_defined() ? lanes_.replicate_staging.raw_data() : nullptr,
         info);
+    g.leaves.end(first);
     is_reduced_ = first.record();
     return;
   }
   void* staging = lanes_.reduce_staging.is_defined() ? lanes_.reduce_staging.raw_data() : nullptr;
   if (!has_replicas || lanes_.sync == GradSync::kShard) {
-    lanes_.reducing_comm().reduce_scatter(first, g.grad.raw_data(), source, g.shard_numel, wire,
-                                          kF32, has_shard_grad_, staging, info);
+    void* shard = has_replicas ? g.grad.raw_data() : own;
+    lanes_.reducing_comm().reduce_scatter(first, shard, source, g.shard_numel, wire, kF32,
+                                          accumulate, staging, info);
+    g.leaves.end(first);
     is_reduced_ = first.record();
     if (!has_replicas || !is_last) return;
     lanes_.wait(lanes_.all_reduce, is_reduced_, WaitPoint::kOuterReady);
@@ -362,10 +393,10 @@ void Unit::reduce_group(Group& g, const Event& ready, bool is_last, int64_t step
                                         g.shard_numel, wire, kF32, false, staging, info);
   lanes_.wait(lanes_.all_reduce, first.record(), WaitPoint::kPartialReady);
   lanes_.replicate_comm->reduce_scatter(
-      lanes_.all_reduce, own, lanes_.partial_shard.raw_data(), own_numel(g), kF32, kF32,
-      has_shard_grad_,
+      lanes_.all_reduce, own, lanes_.partial_shard.raw_data(), own_numel(g), kF32, kF32, accumulate,
       lanes_.replicate_staging.is_defined() ? lanes_.replicate_staging.raw_data() : nullptr,
       {"all_reduce", static_name_, step});
+  g.leaves.end(lanes_.all_reduce);
   is_reduced_ = lanes_.partial_shard_free = lanes_.all_reduce.record();
 }
 
@@ -375,6 +406,10 @@ void Unit::finish_gradients(int64_t step) {
     if (!has_shard_grad_) {
       g.grad.fill_(0);
       continue;
+    }
+    if (lanes_.reproducible) {
+      g.leaves.finish(summing_stream());
+      is_reduced_ = summing_stream().record();
     }
     if (lanes_.replicate_size > 1) {  // each replica has summed its own part
       lanes_.wait(lanes_.all_reduce, is_reduced_, WaitPoint::kOwnPartReady);
@@ -389,6 +424,7 @@ void Unit::finish_gradients(int64_t step) {
 
 void Unit::zero_grad() {
   discard_gradients();
+  for (Group& g : groups_) g.leaves.reset();
   has_shard_grad_ = false;
 }
 

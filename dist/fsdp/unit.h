@@ -6,6 +6,7 @@
 
 #include "core/autograd.h"
 #include "dist/comm/comm.h"
+#include "dist/fsdp/reproducible.h"
 #include "dist/fsdp/shard.h"
 
 namespace tessera::dist {
@@ -43,6 +44,8 @@ struct Lanes {
   DType reduce_dtype = kF32, wire_dtype = kF32;
   GradSync sync = GradSync::kEveryMicroBatch;
   bool poison = false;
+  bool reproducible = false;
+  int micro_batch = 0;                                                   // of the step
   Tensor reduce_staging, replicate_staging, wire_buffer, partial_shard;  // see Unit::reduce
   Event partial_shard_free;
 
@@ -78,6 +81,7 @@ struct Group {
   DType grad_dtype = kF32;                        // of full_grad
   int64_t slot_offset = 0, grad_slot_offset = 0;  // bytes
   std::vector<bool> is_written;  // a placement's gradient, since the slot was acquired
+  LeafTree leaves;               // reproducible: this rank's part of the step's sum
 };
 
 /// A unit: the parameters that are gathered and reduced together, as a state machine. All verbs
@@ -143,6 +147,8 @@ class Unit {
   void acquire_gradient_slot();
   void zero_unwritten(Group& g);
   void reduce_group(Group& g, const Event& ready, bool is_last, int64_t step);
+  void begin_leaf(Group& g);
+  const Stream& summing_stream() const;
   bool writes_into_shard() const;
 
   UnitSpec spec_;

@@ -126,6 +126,40 @@ TEST_CASE("trainer: ranks, passes and strategies give the same curve", "[trainer
   CHECK(std::abs(val - other) <= 1e-4 * val);
 }
 
+TEST_CASE("trainer: in reproducible mode 2 and 4 ranks give the bits of one", "[trainer]") {
+  const auto train_on = [](int world_size, bool reproducible) {
+    const TempDir dir;
+    std::vector<std::string> extra = {"--model.kind=gpt2", "--model.dropout=0.1",
+                                      "--train.micro_batch=2", "--train.global_batch=8",
+                                      "--train.eval_every=5"};
+    if (reproducible) extra.push_back("--train.reproducible=true");
+    const Config config = small_config(dir, extra);
+    dist::run_ranks(world_size, [&](dist::World& world) { train(config, world); });
+    return std::make_pair(read_metrics(dir), read_file(dir / "out/model.safetensors"));
+  };
+  const auto one = train_on(1, true);
+  REQUIRE(one.first.size() == 12);
+  for (const int ranks : {2, 4}) {
+    CAPTURE(ranks);
+    const auto other = train_on(ranks, true);
+    REQUIRE(other.first.size() == 12);
+    for (size_t i = 0; i < 12; ++i) {
+      for (const char* key : {"loss", "grad_norm", "val_loss"}) {
+        CAPTURE(i, key);
+        REQUIRE(one.first[i].contains(key) == other.first[i].contains(key));
+        if (one.first[i].contains(key)) CHECK(one.first[i][key] == other.first[i][key]);
+      }
+    }
+    CHECK(one.second == other.second);
+  }
+  CHECK(train_on(4, false).second != train_on(1, false).second);
+  const TempDir dir;
+  CHECK(error_of([&] {
+          const Config config = small_config(dir, {"--train.reproducible=true"});
+          dist::run_ranks(3, [&](dist::World& world) { train(config, world); });
+        }).find("train.reproducible: 3 ranks, expected a power of two up to 64") == 0);
+}
+
 TEST_CASE("trainer: the same run twice gives the same bits", "[trainer]") {
   const auto a = run(2, {"--model.kind=gpt2", "--model.dropout=0.1"});
   const auto b = run(2, {"--model.kind=gpt2", "--model.dropout=0.1"});

@@ -51,10 +51,14 @@ nn::LlamaConfig FsdpRun::tiny_llama() {
 
 FsdpResult run_fsdp(dist::World& world, const FsdpRun& run) {
   FsdpResult result;
-  std::unique_ptr<nn::Llama> model;
+  std::unique_ptr<nn::LanguageModel> model;
   {
     nn::DeferredInit deferred;
-    model = std::make_unique<nn::Llama>(run.model);
+    if (run.make_model) {
+      model = run.make_model();
+    } else {
+      model = std::make_unique<nn::Llama>(run.model);
+    }
   }
   if (run.prepare) run.prepare(*model);
   model->set_recompute(run.recompute);
@@ -75,7 +79,7 @@ FsdpResult run_fsdp(dist::World& world, const FsdpRun& run) {
       }
     }
     const Tensor scale = full({}, 1.0 / static_cast<double>(num_valid), kF32);
-    Tensor loss_sum = zeros({}, kF32);
+    std::vector<Tensor> losses;
     for (int a = 0; a < run.num_micro_batches; ++a) {
       std::vector<int32_t> ids, targets;
       const int first = (a * num_ranks + world.rank()) * per_micro_batch;
@@ -95,10 +99,10 @@ FsdpResult run_fsdp(dist::World& world, const FsdpRun& run) {
       }
       fsdp->begin_micro_batch(a, run.num_micro_batches);
       LossSum loss = model->loss(ids_BT, targets_BT, {}, {.grad_scale = scale});
-      loss_sum.add_(loss.sum.detach());
+      losses.push_back(loss.sum.detach());
       backward(loss.sum, scale);
     }
-    fsdp->all_reduce_scalars(loss_sum);
+    const Tensor loss_sum = fsdp->sum_micro_batches(losses);
     const dist::ClippedNorm clip = fsdp->clip_grad_norm(run.max_norm);
     if (step == 0) {
       fsdp->for_each_full(dist::Fsdp::State::kGradient,

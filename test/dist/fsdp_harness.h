@@ -19,13 +19,15 @@ struct FsdpRun {
   dist::FsdpOptions fsdp;
   nn::LlamaConfig model = tiny_llama();
   nn::RecomputePolicy recompute;
+  /// Another model than `model`, of its vocabulary and at least 16 positions.
+  std::function<std::unique_ptr<nn::LanguageModel>()> make_model;
   int num_steps = 3;
   int num_micro_batches = 1;  ///< a rank and step
   int samples_per_step = 8;   ///< over all ranks and micro-batches
   double max_norm = 1.0;
   bool with_eval = false;  ///< evaluates between micro-batches
   bool ragged = false;     ///< samples have unequal numbers of valid targets, also none
-  std::function<void(nn::LanguageModel&)> prepare;  ///< before fully_shard (freezing)
+  std::function<void(nn::LanguageModel&)> prepare;          ///< before fully_shard (freezing)
   std::function<void(dist::Fsdp&, dist::World&)> on_ready;  ///< before step 0
   /// After the optimizer, before `end_step`: gradients and program of the step are still there.
   std::function<void(int step, dist::Fsdp&, dist::World&)> on_step;

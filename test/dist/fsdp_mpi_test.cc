@@ -2,6 +2,7 @@
 
 #include "dist/comm/local.h"
 #include "test/dist/fsdp_harness.h"
+#include "test/dist/fsdp_reproducible_cases.h"
 #include "test/testing.h"
 
 namespace tessera::testing {
@@ -32,6 +33,22 @@ TEST_CASE("fsdp over MPI: the bits of thread ranks, 20 steps", "[fsdp]") {
     if (world().rank() == 0) expected = run_fsdp_on_threads(world().world_size(), run);
     world().control().barrier();
     if (world().rank() == 0) check_same(actual, expected, std::string(name_of(strategy)));
+  }
+}
+
+TEST_CASE("fsdp over MPI: reproducible mode has the bits of one rank", "[fsdp]") {
+  const int num_ranks = world().world_size();
+  for (const ReproducibleCase& c : reproducible_cases()) {
+    if (num_ranks == 3) {
+      const std::string message = error_of([&] { run_fsdp(world(), c.run_on(num_ranks)); });
+      CHECK(message.find("train.reproducible: 3 ranks, expected a power of two") == 0);
+      continue;
+    }
+    const FsdpResult actual = run_fsdp(world(), c.run_on(num_ranks));
+    FsdpResult expected;
+    if (world().rank() == 0) expected = run_fsdp_on_threads(1, c.run_on(1));
+    world().control().barrier();
+    if (world().rank() == 0) check_same(actual, expected, c.name);
   }
 }
 

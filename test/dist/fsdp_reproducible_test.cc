@@ -1,0 +1,155 @@
+#include <cmath>
+
+#include "core/elementary/kernel.h"
+#include "dist/comm/sum.h"
+#include "dist/fsdp/reproducible.h"
+#include "test/dist/fsdp_harness.h"
+#include "test/dist/fsdp_reproducible_cases.h"
+#include "test/testing.h"
+
+namespace tessera::testing {
+namespace {
+
+using dist::GradSync;
+using dist::LeafTree;
+using dist::Strategy;
+
+TEST_CASE("reproducible: full and hybrid shard, f32 and bf16: 8, 4, 2 ranks have the bits of one",
+          "[fsdp]") {
+  for (const ReproducibleCase& c : reproducible_cases()) {
+    const FsdpResult expected = run_fsdp_on_threads(1, c.run_on(1));
+    CHECK(expected.losses.back() < expected.losses.front());
+    for (const int world : {2, 4, 8}) {
+      check_same(run_fsdp_on_threads(world, c.run_on(world)), expected,
+                 fmt::format("{} on {} ranks", c.name, world));
+    }
+  }
+}
+
+TEST_CASE("reproducible: without it the bits depend on the number of ranks", "[fsdp]") {
+  for (ReproducibleCase c : reproducible_cases()) {
+    c.run.fsdp.reproducible = false;
+    CHECK(run_fsdp_on_threads(4, c.run_on(4)).parameters !=
+          run_fsdp_on_threads(1, c.run_on(1)).parameters);
+  }
+}
+
+TEST_CASE("reproducible: other strategies, wrapping, ragged data and 12 micro-batches", "[fsdp]") {
+  FsdpRun run;
+  run.fsdp.reproducible = true;
+  run.ragged = true;
+  run.samples_per_step = 12;
+  run.num_micro_batches = 12;
+  const FsdpResult expected = run_fsdp_on_threads(1, run);
+  for (const Strategy strategy : {Strategy::kShardGradOp, Strategy::kNoShard,
+                                  Strategy::kHybridShard, Strategy::kHybridShardZero2}) {
+    for (const int world : {2, 4}) {
+      run.fsdp.strategy = strategy;
+      run.fsdp.shard_size = strategy >= Strategy::kHybridShard ? 2 : 0;
+      run.fsdp.prefetch_forward = run.fsdp.prefetch_backward = world / 2 - 1;
+      run.fsdp.communicators = world / 2;
+      run.num_micro_batches = run.samples_per_step / world;
+      check_same(run_fsdp_on_threads(world, run), expected,
+                 fmt::format("{} on {} ranks", name_of(strategy), world));
+    }
+  }
+}
+
+TEST_CASE("reproducible: low-precision gradients and p-norms", "[fsdp]") {
+  for (const DType wire : {kBF16, kF32}) {
+    FsdpRun run;
+    run.fsdp.reproducible = true;
+    run.fsdp.precision.param_dtype = kBF16;
+    run.fsdp.precision.wire_dtype = wire;  // reduce_dtype: bf16
+    run.num_micro_batches = 8;
+    const FsdpResult expected = run_fsdp_on_threads(1, run);
+    run.num_micro_batches = 2;
+    check_same(run_fsdp_on_threads(4, run), expected, fmt::format("wire {}", wire));
+  }
+}
+
+TEST_CASE("reproducible: micro-batches are added like a binary counter counts", "[fsdp]") {
+  // Powers of ten that round differently in every order.
+  const auto leaf = [](int64_t i) {
+    return static_cast<float>(std::pow(10.0, static_cast<double>(i * 7 % 5)) / 3);
+  };
+  const auto tree = [&](const auto& self, int64_t begin, int64_t end) -> float {
+    if (end - begin == 1) return leaf(begin);
+    int64_t half = 1;  // the largest power of two below the number
+    while (half * 2 < end - begin) half *= 2;
+    return self(self, begin, begin + half) + self(self, begin + half, end);
+  };
+  const auto serial = [&](int64_t count) {
+    float sum = 0;
+    for (int64_t i = 0; i < count; ++i) sum += leaf(i);
+    return sum;
+  };
+  int num_different = 0;
+  for (int64_t count = 1; count <= 33; ++count) {
+    INFO(count << " leaves");
+    const float expected = tree(tree, 0, count);
+    num_different += expected != serial(count);
+    for (int64_t ranks = 1; ranks <= count && count % ranks == 0; ranks *= 2) {
+      std::vector<Tensor> sums;
+      for (int64_t a = 0; a < count / ranks; ++a) {
+        std::vector<float> values(static_cast<size_t>(ranks));
+        std::vector<const void*> sources;
+        for (int64_t r = 0; r < ranks; ++r) {
+          values[static_cast<size_t>(r)] = leaf(a * ranks + r);
+          sources.push_back(&values[static_cast<size_t>(r)]);
+        }
+        float sum = 0;
+        dist::tree_reduce({&sum, sources.data(), static_cast<int>(ranks), 1, kF32, kF32});
+        sums.push_back(from_values(std::vector<float>{sum}, {1}));
+      }
+      CHECK(static_cast<float>(dist::sum_in_tree(sums).item()) == expected);
+    }
+  }
+  CHECK(num_different > 10);
+}
+
+TEST_CASE("reproducible: log2(micro-batches) - 1 buffers, kept from step to step", "[fsdp]") {
+  const Stream stream = current_stream();
+  for (const auto& [count, num_buffers] :
+       std::vector<std::pair<int, int>>{{1, 0}, {2, 0}, {4, 1}, {8, 2}, {12, 2}, {64, 5}}) {
+    const Tensor result = zeros({3}, kF32);
+    LeafTree tree;
+    for (int step = 0; step < 2; ++step) {
+      for (int i = 0; i < count; ++i) {
+        tree.begin(result);
+        const auto [data, accumulate] = tree.destination();
+        const Tensor one = full({3}, 1.0, kF32);
+        kernels::copy(stream, {data, one.raw_data(), kF32, kF32, {3}, {1}, {1}, accumulate});
+        tree.end(stream);
+      }
+      tree.finish(stream);
+      CHECK(result.to_vector() == std::vector<double>(3, count));
+      CHECK(tree.num_buffers() == num_buffers);
+      tree.reset();
+    }
+  }
+}
+
+TEST_CASE("reproducible: what cannot give the same bits is refused", "[fsdp]") {
+  const auto error = [](int world, Strategy strategy, std::optional<GradSync> sync) {
+    FsdpRun run;
+    run.fsdp.strategy = strategy;
+    run.fsdp.sync_every_micro_batch = sync;
+    run.fsdp.reproducible = true;
+    run.samples_per_step = world;
+    const std::string message = error_of([&] { run_fsdp_on_threads(world, run); });
+    return message.substr(0, message.rfind(" dist/fsdp/"));
+  };
+  CHECK(error(3, Strategy::kFullShard, {}) ==
+        "train.reproducible: 3 ranks, expected a power of two up to 64");
+  CHECK(error(2, Strategy::kShardOptim, {}) ==
+        "train.reproducible: fsdp.strategy is shard_optim, which adds the micro-batches before the "
+        "ranks; expected another one");
+  CHECK(error(2, Strategy::kFullShard, GradSync::kLast) ==
+        "train.reproducible: fsdp.sync_every_micro_batch is false, expected true");
+  CHECK(error(2, Strategy::kHybridShard, GradSync::kShard) ==
+        "train.reproducible: fsdp.sync_every_micro_batch is shard, expected true");
+}
+
+}  // namespace
+}  // namespace tessera::testing
