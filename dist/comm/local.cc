@@ -53,9 +53,14 @@ struct Call {
   int64_t nbytes = 0;
   int detail = 0;  // dtypes, root: whatever else has to agree
   const void* data = nullptr;
+  CallTag tag = {};
 
   bool agrees_with(const Call& other) const {
-    return std::strcmp(op, other.op) == 0 && nbytes == other.nbytes && detail == other.detail;
+    return std::strcmp(op, other.op) == 0 && nbytes == other.nbytes && detail == other.detail &&
+           tag.agrees_with(other.tag);
+  }
+  std::string to_string() const {
+    return fmt::format("{} ({} bytes)", tag.sequence < 0 ? op : tag.to_string(), nbytes);
   }
 };
 
@@ -110,9 +115,8 @@ class Board {
       const Call &a = calls_[0], &b = calls_[r];
       if (a.agrees_with(b)) continue;
       const std::string message = fmt::format(
-          "{}: the ranks disagree: rank 0 calls {} ({} bytes), rank {} calls {} ({} "
-          "bytes){}",
-          a.op, a.op, a.nbytes, r, b.op, b.nbytes,
+          "{}: the ranks disagree: rank 0 calls {}, rank {} calls {}{}", a.op, a.to_string(), r,
+          b.to_string(),
           std::strcmp(a.op, b.op) == 0 && a.detail != b.detail ? "; dtypes or root differ" : "");
       domain_->abort(message);
       throw CommError(message);
@@ -272,7 +276,9 @@ class LocalTransport final : public HostTransport {
       std::uniform_int_distribution<int> delay(0, imitation.max_random_delay_us);
       std::this_thread::sleep_for(std::chrono::microseconds(delay(delays_)));
     }
-    board().enter(rank(), call);
+    Call tagged = call;
+    tagged.tag = tag();
+    board().enter(rank(), tagged);
     double us = imitation.latency_us;
     if (imitation.bandwidth_bytes_per_s > 0) {
       const double nbytes = static_cast<double>(nbytes_to_each) * (world_size() - 1);

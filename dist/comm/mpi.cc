@@ -5,8 +5,10 @@
 
 #include <algorithm>
 #include <atomic>
+#include <bit>
 #include <chrono>
 #include <cstring>
+#include <map>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -23,6 +25,11 @@
 // spinning; a rank's processors are needed by its compute stream, so we poll: a short spin for
 // small messages, then sleeps that grow with the time already waited, which bounds both the
 // processor time of a waiting rank and the delay relative to the wait.
+//
+// The MPI tag of a message holds the call's tag ([Note: Tags of collectives]): some bits of its
+// sequence and some of its hash. A message of another collective so matches no receive. A rank that
+// has waited for a while looks at what has arrived and matches nothing: with its own sequence bits
+// it is from a rank that is in another collective, with others from one that is ahead.
 
 namespace tessera::dist {
 
@@ -44,6 +51,9 @@ namespace {
 constexpr int64_t kMaxMessage = int64_t{1} << 30;  // bytes; an MPI count is an int
 // All-reduces of up to this many bytes over all ranks send everything to everybody: one hop.
 constexpr int64_t kOneHopBytes = 64 * 1024;
+
+constexpr int kSequenceBits = 6;
+constexpr std::chrono::milliseconds kMismatchPeriod{20};  // between looks at what has arrived
 
 // What the communicators of the process share.
 class MpiDomain {
@@ -77,6 +87,8 @@ class MpiDomain {
   std::vector<MPI_Comm> comms_;
 };
 
+using Clock = std::chrono::steady_clock;
+
 // Decides between spinning, yielding and sleeping while something does not happen.
 class Backoff {
  public:
@@ -97,15 +109,24 @@ class Backoff {
   }
 
  private:
-  using Clock = std::chrono::steady_clock;
   const Clock::time_point begin_;
 };
+
+// How many bits of a tag are for the hash: MPI grants 15 bits of tags, most grant 31.
+int num_hash_bits(MPI_Comm comm) {
+  int* largest = nullptr;
+  int is_set = 0;
+  MPI_Comm_get_attr(comm, MPI_TAG_UB, &largest, &is_set);
+  const unsigned bound = is_set != 0 ? static_cast<unsigned>(*largest) : 32767U;
+  return static_cast<int>(std::bit_width(bound + 1)) - 1 - kSequenceBits;
+}
 
 class MpiTransport final : public HostTransport {
  public:
   MpiTransport(MPI_Comm comm, int rank, int world_size, std::shared_ptr<MpiDomain> domain)
       : HostTransport(rank, world_size),
         comm_(comm),
+        num_hash_bits_(num_hash_bits(comm)),
         domain_(std::move(domain)),
         sources_(static_cast<size_t>(world_size)) {
     MPI_Comm_set_errhandler(comm_, MPI_ERRORS_RETURN);
@@ -277,7 +298,8 @@ class MpiTransport final : public HostTransport {
       const int64_t nbytes = std::min(kMaxMessage, piece.nbytes - done);
       MPI_Request request;
       TESSERA_MPI_CHECK(MPI_Irecv(static_cast<std::byte*>(piece.data) + done,
-                                  static_cast<int>(nbytes), MPI_BYTE, from, 0, comm_, &request));
+                                  static_cast<int>(nbytes), MPI_BYTE, from, message_tag(), comm_,
+                                  &request));
       requests_.push_back(request);
       expected_.push_back(nbytes);
     }
@@ -288,7 +310,8 @@ class MpiTransport final : public HostTransport {
       const int64_t nbytes = std::min(kMaxMessage, piece.nbytes - done);
       MPI_Request request;
       TESSERA_MPI_CHECK(MPI_Isend(static_cast<const std::byte*>(piece.data) + done,
-                                  static_cast<int>(nbytes), MPI_BYTE, to, 0, comm_, &request));
+                                  static_cast<int>(nbytes), MPI_BYTE, to, message_tag(), comm_,
+                                  &request));
       requests_.push_back(request);
       expected_.push_back(kNotReceived);
     }
@@ -300,12 +323,18 @@ class MpiTransport final : public HostTransport {
     const int count = static_cast<int>(requests_.size());
     statuses_.resize(requests_.size());
     Backoff backoff;
+    Clock::time_point next_look;
     for (;;) {
       int is_done = 0;
       const int code = MPI_Testall(count, requests_.data(), &is_done, statuses_.data());
       if (code != MPI_SUCCESS) fail_exchange(code);
       if (is_done != 0) break;
       if (domain_->is_aborted()) throw CommError(domain_->reason());
+      const auto now = Clock::now();
+      if (tag().sequence >= 0 && now >= next_look) {
+        if (next_look != Clock::time_point()) throw_if_mismatch();
+        next_look = now + kMismatchPeriod;
+      }
       backoff.pause();
     }
     for (size_t i = 0; i < requests_.size(); ++i) {
@@ -319,6 +348,33 @@ class MpiTransport final : public HostTransport {
     }
     requests_.clear();
     expected_.clear();
+  }
+
+  int message_tag() {
+    if (tag().sequence == tagged_sequence_) return message_tag_;
+    const int hash = static_cast<int>(tag().hash & ((uint64_t{1} << num_hash_bits_) - 1));
+    const int sequence = static_cast<int>(tag().sequence & ((1 << kSequenceBits) - 1));
+    if (names_.find(hash) == names_.end()) names_.emplace(hash, tag().to_string());
+    tagged_sequence_ = tag().sequence;
+    return message_tag_ = (sequence << num_hash_bits_) | hash;
+  }
+
+  void throw_if_mismatch() {
+    const int mine = message_tag();
+    for (int r = 0; r < world_size(); ++r) {
+      int has_message = 0;
+      MPI_Status status;
+      TESSERA_MPI_CHECK(MPI_Iprobe(r, MPI_ANY_TAG, comm_, &has_message, &status));
+      if (has_message == 0 || status.MPI_TAG == mine ||
+          status.MPI_TAG >> num_hash_bits_ != mine >> num_hash_bits_) {
+        continue;
+      }
+      // All ranks have the same units: most likely this one has done the same at another time.
+      const auto known = names_.find(status.MPI_TAG & ((1 << num_hash_bits_) - 1));
+      throw CommError(fmt::format("{}: the ranks disagree: rank {} calls {}, rank {} calls {}",
+                                  tag().op, rank(), tag().to_string(), r,
+                                  known != names_.end() ? known->second : "another"));
+    }
   }
 
   [[noreturn]] void fail_exchange(int code) {
@@ -335,7 +391,11 @@ class MpiTransport final : public HostTransport {
   }
 
   const MPI_Comm comm_;
+  const int num_hash_bits_;
   const std::shared_ptr<MpiDomain> domain_;
+  int64_t tagged_sequence_ = -1;  // whose message tag follows
+  int message_tag_ = 0;
+  std::map<int, std::string> names_;  // of the calls so far, by the bits of their hashes
   std::vector<MPI_Request> requests_;
   std::vector<int64_t> expected_;  // bytes to receive, or kNotReceived
   std::vector<MPI_Status> statuses_;

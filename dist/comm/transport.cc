@@ -1,5 +1,6 @@
 #include "dist/comm/transport.h"
 
+#include "core/random.h"
 #include "core/runtime/context.h"
 
 namespace tessera::dist {
@@ -11,6 +12,20 @@ int64_t nbytes_of(int64_t numel, DType dtype) {
 }
 
 }  // namespace
+
+CallTag::CallTag(int64_t sequence, const char* op, const CollectiveInfo& info)
+    : sequence(sequence), op(op), phase(info.phase), unit(info.unit) {
+  hash = hash_name(op) * 0x100000001b3u;
+  hash = (hash ^ hash_name(phase)) * 0x100000001b3u;
+  hash ^= hash_name(unit);
+}
+
+std::string CallTag::to_string() const {
+  std::string text = op;
+  if (*unit != '\0') text += fmt::format(" of {}", unit);
+  if (*phase != '\0') text += fmt::format(", {}", phase);
+  return text;
+}
 
 HostComm::HostComm(std::shared_ptr<HostTransport> transport, std::shared_ptr<Watchdog> watchdog)
     : transport_(std::move(transport)),
@@ -25,8 +40,10 @@ void HostComm::enqueue(const Stream& stream, const char* op, int64_t nbytes,
                           stream.device());
   }
   stream.declare(op, cost);
-  stream.submit(op, [transport = transport_, log = log_, op, nbytes, info, call] {
-    const CollectiveScope scope(*log, op, info, nbytes);
+  const CallTag tag(next_sequence_++, op, info);
+  stream.submit(op, [transport = transport_, log = log_, tag, nbytes, info, call] {
+    const CollectiveScope scope(*log, tag.op, info, nbytes);
+    transport->set_tag(tag);
     call(*transport);
   });
 }

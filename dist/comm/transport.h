@@ -30,6 +30,27 @@ struct AllReduceCall {
   void* staging;
 };
 
+/// [Note: Tags of collectives]
+/// Two ranks that are in different collectives of the same size would exchange each other's data
+/// and go on. So every call of a Comm carries its place in the order and a hash of what it is for;
+/// ranks whose tags differ end with an error that names both. Bytes and dtypes are compared apart
+/// from it, and so are the calls of Control, which have no tag.
+struct CallTag {
+  int64_t sequence = -1;  ///< of its communicator; -1: no tag
+  const char* op = "";
+  const char* phase = "";
+  const char* unit = "";
+  uint64_t hash = 0;  ///< of op, phase and unit
+
+  CallTag() = default;
+  CallTag(int64_t sequence, const char* op, const CollectiveInfo& info);
+  /// "all_gather of block3, forward".
+  std::string to_string() const;
+  bool agrees_with(const CallTag& other) const {
+    return sequence == other.sequence && hash == other.hash;
+  }
+};
+
 /// One group of ranks. A blocking call waits for the others asleep; it throws CommError once the
 /// World is aborted or when the ranks disagree about the call.
 class HostTransport {
@@ -41,6 +62,8 @@ class HostTransport {
 
   int rank() const { return rank_; }
   int world_size() const { return world_size_; }
+  /// Of the call that follows, on the same thread.
+  void set_tag(const CallTag& tag) { tag_ = tag; }
 
   virtual void all_gather(void* full, const void* shard, int64_t shard_nbytes) = 0;
   virtual void reduce_scatter(const ReduceScatterCall& call) = 0;
@@ -52,8 +75,12 @@ class HostTransport {
   virtual std::shared_ptr<HostTransport> split(int color, int key) = 0;
   virtual void abort(const std::string& reason) noexcept = 0;
 
+ protected:
+  const CallTag& tag() const { return tag_; }
+
  private:
   const int rank_, world_size_;
+  CallTag tag_;
 };
 
 /// A Comm whose calls are tasks on a CPU stream that block its worker.
@@ -91,6 +118,7 @@ class HostComm final : public Comm {
   const std::shared_ptr<HostTransport> transport_;
   const std::shared_ptr<Watchdog> watchdog_;
   const std::shared_ptr<CollectiveLog> log_;
+  int64_t next_sequence_ = 0;
 };
 
 }  // namespace tessera::dist

@@ -1,6 +1,7 @@
 #include "dist/comm/watchdog.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "core/log.h"
 #include "core/profiler.h"
@@ -97,6 +98,11 @@ void Watchdog::notify_terminate() noexcept {
   terminating = true;
 }
 
+void Watchdog::set_on_terminate(std::function<void()> action) {
+  const std::lock_guard lock(mutex_);
+  on_terminate_ = std::move(action);
+}
+
 std::vector<std::shared_ptr<CollectiveLog>> Watchdog::logs() {
   std::vector<std::shared_ptr<CollectiveLog>> alive;
   const std::lock_guard lock(mutex_);
@@ -123,6 +129,10 @@ void Watchdog::run() {
     if (terminating && !has_reported_terminate) {
       has_reported_terminate = true;
       report_terminate();
+    }
+    if (terminating) {
+      const std::lock_guard lock(mutex_);  // held: whoever takes the action back waits for its end
+      if (const auto action = std::exchange(on_terminate_, nullptr)) action();
     }
     if (check_late(now_ns)) return;
   }

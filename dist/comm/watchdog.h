@@ -89,6 +89,9 @@ class Watchdog {
   /// Says that the process is being ended from outside: the watchdogs of the process log one line
   /// for each collective in flight, within 0.1 s. Async-signal-safe.
   static void notify_terminate() noexcept;
+  /// What to do after that, once, on the watchdog's thread; null: nothing. Waits for the end of an
+  /// action that has begun.
+  void set_on_terminate(std::function<void()> action);
 
  private:
   void run();
@@ -102,6 +105,7 @@ class Watchdog {
   std::mutex mutex_;
   std::condition_variable stop_changed_;
   bool stop_ = false;
+  std::function<void()> on_terminate_;
   std::vector<std::weak_ptr<CollectiveLog>> logs_;
   std::thread thread_;
 };

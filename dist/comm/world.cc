@@ -112,6 +112,10 @@ void World::set_verbose(bool verbose) {
   backend_->watchdog()->set_verbose(verbose);
 }
 
+void World::set_on_terminate(std::function<void()> action) {
+  backend_->watchdog()->set_on_terminate(std::move(action));
+}
+
 void World::abort(int status, const std::string& reason) noexcept {
   backend_->abort(status, reason);
 }

@@ -56,6 +56,10 @@ class World {
   /// Logs each collective as it starts (`--debug.dist`).
   void set_verbose(bool verbose);
 
+  /// What to do after `Watchdog::notify_terminate`, on a thread of its own, once the collectives in
+  /// flight are logged; null: nothing. Returns when an action that has begun is over.
+  void set_on_terminate(std::function<void()> action);
+
   /// Ends all ranks: MPI_Abort(status), which does not return; for thread ranks and a world of one
   /// all communicators end with CommError and the caller goes on to end itself.
   void abort(int status, const std::string& reason) noexcept;
