@@ -16,11 +16,11 @@ AdamW::AdamW(std::vector<FlatShard> shards, const AdamWOptions& options)
   exp_avg_sq_ = make_state("exp_avg_sq");
 }
 
-void AdamW::update_shard(size_t index, const FlatUpdate& update) {
+void AdamW::update_shard(const FlatUpdate& update, std::span<const Tensor> states) {
   FlatUpdate flat = update;
   flat.weight_decay = options_.weight_decay;
-  adamw_step(flat, {.exp_avg = exp_avg_.tensors[index],
-                    .exp_avg_sq = exp_avg_sq_.tensors[index],
+  adamw_step(flat, {.exp_avg = states[0],
+                    .exp_avg_sq = states[1],
                     .step = step_count(),
                     .beta1 = options_.beta1,
                     .beta2 = options_.beta2,

@@ -24,7 +24,7 @@ class AdamW final : public Optimizer {
   const AdamWOptions& options() const { return options_; }
 
  private:
-  void update_shard(size_t index, const FlatUpdate& update) override;
+  void update_shard(const FlatUpdate& update, std::span<const Tensor> states) override;
 
   AdamWOptions options_;
   NamedState exp_avg_, exp_avg_sq_;

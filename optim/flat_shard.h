@@ -1,12 +1,15 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "core/tensor.h"
 
 namespace tessera::optim {
+
+class ShardStore;
 
 /// A part of one parameter inside a flat shard: elements [begin, end) of the shard.
 struct Segment {
@@ -24,6 +27,7 @@ struct FlatShard {
   Tensor grad;    ///< f32 [numel]
   Tensor low;     ///< undefined, or [numel] in param_dtype: the rounded copy that is gathered
   std::vector<Segment> segments;
+  std::shared_ptr<ShardStore> store = nullptr;  ///< null: device memory, states too
 };
 
 }  // namespace tessera::optim

@@ -27,24 +27,45 @@ Optimizer::Optimizer(std::vector<FlatShard> shards, float lr)
 
 void Optimizer::step(float lr, const Tensor& grad_scale, const Tensor& skip) {
   advance_step(step_count_, skip);
-  for (size_t i = 0; i < shards_.size(); ++i) {
-    const FlatShard& shard = shards_[i];
-    FlatUpdate update;
-    update.master = shard.master;
-    update.grad = shard.grad;
-    update.low = shard.low;
-    update.segments = segments_[i];
-    update.grad_scale = grad_scale;
-    update.skip = skip;
-    update.lr = lr;
-    update_shard(i, update);
+  const std::vector<NamedState> named = state();
+  const auto update = [&](size_t index, const ShardWindow& window) {
+    FlatUpdate flat;
+    flat.master = window.master;
+    flat.grad = window.grad;
+    flat.low = window.low;
+    flat.segments = segments_[index];
+    flat.grad_scale = grad_scale;
+    flat.skip = skip;
+    flat.lr = lr;
+    flat.first = window.first;
+    update_shard(flat, window.states);
+  };
+  // Neighbours with the same store go through it together, so that windows overlap across shards.
+  for (size_t begin = 0, end = 0; begin < shards_.size(); begin = end) {
+    std::vector<ShardParts> parts;
+    for (; end < shards_.size() && shards_[end].store == shards_[begin].store; ++end) {
+      parts.push_back({&shards_[end], {}});
+      for (const NamedState& s : named) parts.back().states.push_back(s.tensors[end]);
+    }
+    if (shards_[begin].store != nullptr) {
+      shards_[begin].store->for_each_window(
+          parts, [&](size_t index, const ShardWindow& window) { update(begin + index, window); });
+      continue;
+    }
+    for (size_t i = begin; i < end; ++i) {
+      const FlatShard& shard = shards_[i];
+      update(i, {shard.master, shard.grad, shard.low, std::move(parts[i - begin].states), 0});
+    }
   }
 }
 
 NamedState Optimizer::make_state(std::string name) const {
   const MemoryScope scope(MemoryClass::kOptimizer);
   NamedState state{std::move(name), {}};
-  for (const FlatShard& shard : shards_) state.tensors.push_back(zeros(shard.master.shape(), kF32));
+  for (const FlatShard& shard : shards_) {
+    state.tensors.push_back(shard.store != nullptr ? shard.store->make_state(shard.master.numel())
+                                                   : zeros(shard.master.shape(), kF32));
+  }
   return state;
 }
 

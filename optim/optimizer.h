@@ -1,11 +1,13 @@
 #pragma once
 
+#include <span>
 #include <string>
 #include <vector>
 
 #include "core/tensor.h"
 #include "kernels/optimizer/optimizer.h"
 #include "optim/flat_shard.h"
+#include "optim/shard_store.h"
 
 namespace tessera::optim {
 
@@ -18,7 +20,9 @@ struct NamedState {
 
 /// Updates flat shards in place: the f32 masters and their low-precision copies. Everything runs on
 /// the current stream; neither construction nor `step` waits for it.
-/// Memory   4 bytes per element and state (class kOptimizer), and the segment tables
+/// Memory   4 bytes per element and state (class kOptimizer), and the segment tables; a shard with
+/// a
+///          store keeps its states there, and its update passes through windows, with the same bits
 /// State    the number of steps taken is a device scalar, because only the device knows whether a
 ///          step was skipped
 class Optimizer {
@@ -43,8 +47,9 @@ class Optimizer {
   const std::vector<FlatShard>& shards() const { return shards_; }
 
  protected:
-  /// Updates shard `index`; the step count is already that of this step.
-  virtual void update_shard(size_t index, const FlatUpdate& update) = 0;
+  /// Updates a shard or a part of it, with its states in the order of `state`; the step count is
+  /// already that of this step.
+  virtual void update_shard(const FlatUpdate& update, std::span<const Tensor> states) = 0;
   /// A zeroed state of each shard.
   NamedState make_state(std::string name) const;
 

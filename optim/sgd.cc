@@ -18,12 +18,12 @@ std::vector<NamedState> Sgd::state() const {
   return {momentum_buffer_};
 }
 
-void Sgd::update_shard(size_t index, const FlatUpdate& update) {
+void Sgd::update_shard(const FlatUpdate& update, std::span<const Tensor> states) {
   FlatUpdate flat = update;
   flat.weight_decay = options_.weight_decay;
   SgdUpdate sgd{
       .momentum_buffer = {}, .momentum = options_.momentum, .nesterov = options_.nesterov};
-  if (options_.momentum > 0) sgd.momentum_buffer = momentum_buffer_.tensors[index];
+  if (options_.momentum > 0) sgd.momentum_buffer = states[0];
   sgd_step(flat, sgd);
 }
 

@@ -22,7 +22,7 @@ class Sgd final : public Optimizer {
   const SgdOptions& options() const { return options_; }
 
  private:
-  void update_shard(size_t index, const FlatUpdate& update) override;
+  void update_shard(const FlatUpdate& update, std::span<const Tensor> states) override;
 
   SgdOptions options_;
   NamedState momentum_buffer_;  // without tensors if there is no momentum

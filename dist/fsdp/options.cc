@@ -20,6 +20,12 @@ constexpr std::array<std::pair<GradSync, std::string_view>, 3> kGradSyncs = {{
     {GradSync::kLast, "false"},
 }};
 
+constexpr std::array<std::pair<Offload, std::string_view>, 3> kOffloads = {{
+    {Offload::kNone, "none"},
+    {Offload::kOptimizer, "optimizer"},
+    {Offload::kParamsAndOptimizer, "params_and_optimizer"},
+}};
+
 template <class Table, class E>
 std::string_view name_in(const Table& table, E value) {
   for (const auto& [v, name] : table) {
@@ -51,6 +57,12 @@ std::string_view name_of(GradSync sync) {
 }
 GradSync grad_sync_from_name(std::string_view name) {
   return value_in(kGradSyncs, "fsdp.sync_every_micro_batch", name);
+}
+std::string_view name_of(Offload offload) {
+  return name_in(kOffloads, offload);
+}
+Offload offload_from_name(std::string_view name) {
+  return value_in(kOffloads, "fsdp.offload", name);
 }
 
 }  // namespace tessera::dist

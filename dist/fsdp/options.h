@@ -34,6 +34,15 @@ enum class GradSync : unsigned char {
 std::string_view name_of(GradSync sync);  ///< "true", "shard", "false"
 GradSync grad_sync_from_name(std::string_view name);
 
+/// What lives in host memory between uses; [Note: Offload] in offload.h counts the bytes.
+enum class Offload : unsigned char {
+  kNone,
+  kOptimizer,           ///< optimizer states, and masters where parameters are not f32
+  kParamsAndOptimizer,  ///< parameter and gradient shards too
+};
+std::string_view name_of(Offload offload);  ///< "none", "optimizer", "params_and_optimizer"
+Offload offload_from_name(std::string_view name);
+
 /// dtypes of a step. Masters, gradient shards and optimizer states are f32 always.
 struct PrecisionOptions {
   DType param_dtype = kF32;           ///< of gathered parameters and activations
@@ -59,6 +68,10 @@ struct FsdpOptions {
   /// 2: gathers and reduces on their own communicators and streams; 1: both on one.
   int communicators = 2;
   PrecisionOptions precision;
+  Offload offload = Offload::kNone;
+  /// Elements of a shard that the device holds at once of what is in host memory, three times; a
+  /// multiple of 256.
+  int64_t offload_window = int64_t{1} << 20;
   /// The same bits at any power of two of ranks, as long as micro-batches are dealt in the order of
   /// [Note: One tree over a step]; needs sync_every_micro_batch true (then the default).
   bool reproducible = false;

@@ -55,6 +55,7 @@ Scheduler::Scheduler(nn::Module& root, World& world, FsdpOptions options)
 Scheduler::~Scheduler() {
   for (const auto& [module, _] : hooked_) module->set_hook(nullptr);
   for (const auto& unit : units_) unit->detach();
+  if (lanes_.offloader != nullptr) lanes_.offloader->drain();
   for (const Stream* s :
        {&lanes_.all_gather, &lanes_.reduce_scatter, &lanes_.all_reduce, &lanes_.compute}) {
     s->drain();
@@ -122,6 +123,9 @@ void Scheduler::resolve_options() {
   p.wire_dtype = lanes_.wire_dtype;
   if (!o.wrap) o.wrap = wrap::transformer_block();
   lanes_.poison = Context::current()->options().poison;
+  TESSERA_CHECK_AS(ConfigError, o.offload_window > 0 && o.offload_window % kLayoutBlock == 0,
+                   "fsdp.offload_window: {}, expected a multiple of {}", o.offload_window,
+                   kLayoutBlock);
 }
 
 void Scheduler::make_lanes() {
@@ -132,6 +136,10 @@ void Scheduler::make_lanes() {
                               ? lanes_.all_gather
                               : context.make_stream("reduce_scatter", {.high_priority = true});
   lanes_.all_reduce = context.make_stream("all_reduce");
+  if (options_.offload != Offload::kNone) {
+    lanes_.offloader = std::make_shared<Offloader>(options_.offload, options_.offload_window,
+                                                   !options_.reproducible, lanes_.poison);
+  }
   // In one fixed order on all ranks.
   scalar_comm_ = world_.make_comm();
   if (lanes_.shard_size > 1) {
@@ -147,7 +155,8 @@ void Scheduler::make_units(nn::Module& root) {
   std::vector<UnitSpec> specs = options_.wrap(root);
   const std::vector<std::string>& ignored = options_.ignored;
   for (const std::string& name : ignored) root.parameter(name);  // an Error if there is none
-  const Residence residence = lanes_.shard_size == 1            ? Residence::kWhole
+  const Residence residence = lanes_.shard_size == 1 && !lanes_.offloads_parameters()
+                                  ? Residence::kWhole
                               : *options_.reshard_after_forward ? Residence::kReshard
                                                                 : Residence::kKeep;
   const bool keeps_full_grad = lanes_.sync == GradSync::kLast;
@@ -163,7 +172,8 @@ void Scheduler::make_units(nn::Module& root) {
   }
   TESSERA_CHECK_AS(ConfigError, !units_.empty(), "fully_shard: the model has no parameters");
   for (const auto& unit : units_) {
-    unit->shard_parameters(/*in_place=*/options_.strategy == Strategy::kShardOptim);
+    unit->shard_parameters(/*in_place=*/options_.strategy == Strategy::kShardOptim &&
+                           !lanes_.offloads_parameters());
   }
 }
 
@@ -220,6 +230,15 @@ void Scheduler::make_pools() {
                    own.gradient != nullptr ? own.gradient : shared[is_block].gradient);
     }
   }
+  if (lanes_.offloader != nullptr && lanes_.offloader->has_gradients()) {
+    int64_t numel = 0;
+    for (const auto& u : units_) {
+      for (const Group& g : u->groups()) {
+        if (g.layout.is_trainable) numel = std::max(numel, g.shard_numel);
+      }
+    }
+    lanes_.offloader->make_gradient_ring(numel);
+  }
   // Scratch of the reduces: one of each, used in the order of its stream.
   int64_t staging = 0, replicate_staging = 0, wire = 0, partial = 0;
   for (const auto& u : units_) {
@@ -259,7 +278,8 @@ void Scheduler::make_shards() {
       optim::FlatShard shard;
       shard.name = unit->name();
       shard.master = g.master;
-      shard.grad = g.grad;
+      shard.grad = g.home_of_grad();
+      shard.store = lanes_.offloader;
       if (g.layout.dtype != kF32) shard.low = g.shard;
       shard.segments = segments_in(g.layout, begin, begin + g.shard_numel);
       shards_.push_back(std::move(shard));
@@ -272,6 +292,7 @@ void Scheduler::make_shards() {
         for (const optim::Segment& s : segments_in(g.layout, first, first + numel)) {
           segments.push_back({s.begin, s.end});
         }
+        norm_groups_.push_back(&g);
         norm_inputs_.emplace_back(g.grad.narrow(0, first - begin, numel),
                                   segments_to_device(segments, numel));
       }
@@ -362,10 +383,16 @@ void Scheduler::for_each_full(Fsdp::State state,
     for (Group& g : unit->groups()) {
       const bool is_gradient = state == Fsdp::State::kGradient;
       if (is_gradient && !g.layout.is_trainable) continue;
-      Tensor shard = is_gradient ? g.grad : g.master.is_defined() ? g.master : g.shard.to(kF32);
+      Tensor shard = is_gradient             ? g.home_of_grad()
+                     : g.master.is_defined() ? g.master
+                                             : g.shard.to(kF32);
       Tensor full = shard;
       if (lanes_.shard_size > 1) {
         full = empty({g.layout.numel}, kF32);
+        if (lanes_.offloader != nullptr) {  // sent from device memory
+          Tensor place = full.narrow(0, lanes_.shard_rank * g.shard_numel, g.shard_numel);
+          shard = place.copy_(shard);
+        }
         lanes_.wait(lanes_.all_gather, lanes_.compute.record(), WaitPoint::kFullReady);
         lanes_.gather_comm->all_gather(lanes_.all_gather, full.raw_data(), shard.raw_data(),
                                        g.shard_numel, kF32,
@@ -688,8 +715,14 @@ ClippedNorm Scheduler::clip_grad_norm(double max_norm, double p) {
   Tensor all = empty({num_parts * world_.world_size()}, kF64);
   Tensor mine = all.narrow(0, world_.rank() * num_parts, num_parts);
   for (size_t i = 0; i < norm_inputs_.size(); ++i) {
+    Group& g = *norm_groups_[i];
+    if (g.host_grad != nullptr) {
+      lanes_.offloader->bring(*g.host_grad, g.grad, /*with_values=*/true);
+      lanes_.compute.wait(g.host_grad->is_here);
+    }
     partial_norm(mine.narrow(0, static_cast<int64_t>(i), 1), norm_inputs_[i].first,
                  norm_inputs_[i].second, p);
+    if (g.host_grad != nullptr) lanes_.offloader->drop(*g.host_grad, g.grad);
   }
   if (world_.world_size() > 1) {
     scalar_comm_->all_gather(lanes_.compute, all.raw_data(), mine.raw_data(), num_parts, kF64,

@@ -122,6 +122,7 @@ class Scheduler {
   std::vector<std::string> program_;
 
   std::vector<std::pair<Tensor, Tensor>> norm_inputs_;  // own gradient part, its segments
+  std::vector<Group*> norm_groups_;                     // whose part that is
   Tensor scalar_staging_;
 };
 

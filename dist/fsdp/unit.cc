@@ -84,22 +84,31 @@ void Unit::shard_parameters(bool in_place) {
                                        lanes_.compute.device());
     {
       MemoryScope scope(MemoryClass::kParameters);
+      const auto make = [&](DType dtype, bool is_on_host) {
+        return is_on_host ? empty_on_host(g.shard_numel, dtype) : empty({g.shard_numel}, dtype);
+      };
       if (in_place && residence_ == Residence::kKeep) {
         g.full->materialize(MemoryClass::kParameters);
         g.shard = view_of_storage(g.full, shard_begin, {g.shard_numel}, layout.dtype);
       } else {
-        g.shard = empty({g.shard_numel}, layout.dtype);
+        g.shard = make(layout.dtype, lanes_.offloads_parameters());
         if (residence_ == Residence::kWhole) g.full->attach(g.shard.raw_data(), g.shard.storage());
       }
       if (layout.dtype == kF32) {
         g.master = g.shard;
       } else if (layout.is_trainable) {
-        g.master = empty({g.shard_numel}, kF32);
+        g.master = make(kF32, lanes_.offloader != nullptr);
       }
     }
     if (layout.is_trainable) {
       MemoryScope scope(MemoryClass::kGradients);
-      g.grad = empty({g.shard_numel}, kF32);
+      if (lanes_.offloader != nullptr && lanes_.offloader->has_gradients()) {
+        g.host_grad = std::make_unique<HostGradient>();
+        g.host_grad->home = empty_on_host(g.shard_numel, kF32);
+        g.grad = empty_unmaterialized({g.shard_numel}, kF32);
+      } else {
+        g.grad = empty({g.shard_numel}, kF32);
+      }
       g.full_grad = std::make_shared<Storage>(
           static_cast<size_t>(nbytes_of(layout.numel, g.grad_dtype)), lanes_.compute.device());
       if (keeps_full_grad_) g.full_grad->materialize(MemoryClass::kGradients);
@@ -188,8 +197,16 @@ void Unit::unshard(const Event& shards_ready, int64_t step, const char* phase) {
     if (!is_own) {
       g.full->attach(bytes(gathered_slot_->memory, g.slot_offset), gathered_slot_->memory);
     }
-    lanes_.gather_comm->all_gather(stream, g.full->data(), g.shard.raw_data(), g.shard_numel,
-                                   g.layout.dtype, {phase, static_name_, step});
+    const void* shard = g.shard.raw_data();
+    if (lanes_.offloads_parameters()) {
+      char* place = bytes(g.full, nbytes_of(lanes_.shard_rank * g.shard_numel, g.layout.dtype));
+      stream.wait(lanes_.offloader->load(place, g.shard, gathered_slot_->is_free, shards_ready));
+      shard = place;
+    }
+    if (lanes_.gather_comm != nullptr) {
+      lanes_.gather_comm->all_gather(stream, g.full->data(), shard, g.shard_numel, g.layout.dtype,
+                                     {phase, static_name_, step});
+    }
   }
   is_gathered_ = stream.record();
   is_unsharded_ = true;
@@ -234,6 +251,7 @@ void Unit::invalidate() {
 /// One rank, f32: the first micro-batch's gradients are written where they are needed.
 bool Unit::writes_into_shard() const {
   return lanes_.shard_size * lanes_.replicate_size == 1 && !keeps_full_grad_ && !has_shard_grad_ &&
+         !lanes_.offloads_parameters() &&
          std::all_of(
              groups_.begin(), groups_.end(),
              [](const Group& g) { return !g.layout.is_trainable || g.grad_dtype == kF32; }) &&
@@ -289,7 +307,10 @@ void Unit::reduce(bool is_last, int64_t step) {
   }
   const Event ready = lanes_.compute.record();
   for (Group& g : groups_) {
-    if (g.layout.is_trainable && !is_direct_) reduce_group(g, ready, is_last, step);
+    if (!g.layout.is_trainable || is_direct_) continue;
+    if (g.host_grad != nullptr) lanes_.offloader->bring(*g.host_grad, g.grad, has_shard_grad_);
+    reduce_group(g, ready, is_last, step);
+    if (g.host_grad != nullptr) lanes_.offloader->send_home(*g.host_grad, g.grad, is_reduced_);
   }
   if (gradient_slot_ != nullptr) {
     for (Group& g : groups_) {
@@ -332,6 +353,12 @@ void Unit::reduce_group(Group& g, const Event& ready, bool is_last, int64_t step
                                      : LeafTree::Destination{static_cast<char*>(g.grad.raw_data()) +
                                                                  nbytes_of(own_begin(g), kF32),
                                                              has_shard_grad_};
+  if (g.host_grad != nullptr) {
+    const Stream& writer = has_shard_group ? lanes_.reduce_scatter
+                           : has_replicas  ? lanes_.all_reduce
+                                           : lanes_.compute;
+    writer.wait(g.host_grad->is_here);
+  }
   if (!has_shard_group && !has_replicas) {
     const void* source = g.full_grad->data();
     DType source_dtype = g.grad_dtype;
@@ -404,7 +431,11 @@ void Unit::finish_gradients(int64_t step) {
   for (Group& g : groups_) {
     if (!g.layout.is_trainable) continue;
     if (!has_shard_grad_) {
-      g.grad.fill_(0);
+      if (g.host_grad != nullptr) {
+        g.host_grad->home.fill_(0);
+      } else {
+        g.grad.fill_(0);
+      }
       continue;
     }
     if (lanes_.reproducible) {
@@ -413,11 +444,19 @@ void Unit::finish_gradients(int64_t step) {
     }
     if (lanes_.replicate_size > 1) {  // each replica has summed its own part
       lanes_.wait(lanes_.all_reduce, is_reduced_, WaitPoint::kOwnPartReady);
+      if (g.host_grad != nullptr) {
+        lanes_.offloader->bring(*g.host_grad, g.grad, /*with_values=*/true);
+        lanes_.all_reduce.wait(g.host_grad->is_here);
+      }
       const void* own = static_cast<char*>(g.grad.raw_data()) + nbytes_of(own_begin(g), kF32);
       lanes_.replicate_comm->all_gather(lanes_.all_reduce, g.grad.raw_data(), own, own_numel(g),
                                         kF32, {"all_reduce", static_name_, step});
       is_reduced_ = lanes_.all_reduce.record();
+      if (g.host_grad != nullptr) {
+        lanes_.offloader->send_home(*g.host_grad, g.grad, is_reduced_);
+      }
     }
+    if (g.host_grad != nullptr) lanes_.compute.wait(g.host_grad->is_home);
   }
   lanes_.wait(lanes_.compute, is_reduced_, WaitPoint::kGradShardReady);
 }

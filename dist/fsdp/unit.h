@@ -6,6 +6,7 @@
 
 #include "core/autograd.h"
 #include "dist/comm/comm.h"
+#include "dist/fsdp/offload.h"
 #include "dist/fsdp/reproducible.h"
 #include "dist/fsdp/shard.h"
 
@@ -48,6 +49,9 @@ struct Lanes {
   int micro_batch = 0;                                                   // of the step
   Tensor reduce_staging, replicate_staging, wire_buffer, partial_shard;  // see Unit::reduce
   Event partial_shard_free;
+  std::shared_ptr<Offloader> offloader;  // null: nothing in host memory
+
+  bool offloads_parameters() const { return offloader != nullptr && offloader->has_parameters(); }
 
   WaitPoint hidden_wait = WaitPoint::kNone;  // from the happens-before checker, by tests
 
@@ -66,17 +70,19 @@ struct Lanes {
 enum class Residence : unsigned char {
   kReshard,  ///< gathered for each use into a slot, released after it
   kKeep,     ///< gathered once a step into memory of its own
-  kWhole,    ///< the shard is the whole: nothing to gather
+  kWhole,    ///< the shard is the whole and on the device: nothing to gather
 };
 
 /// One group's buffers on this rank. Elements as in [Note: Flat layout].
 struct Group {
   GroupLayout layout;
   int64_t shard_numel = 0;
-  Tensor master;                  // f32 shard; undefined for frozen groups of a lower dtype
-  Tensor shard;                   // param_dtype shard that gathers send; the master itself in f32
-  Tensor grad;                    // f32 gradient shard; undefined for frozen groups
-  std::shared_ptr<Storage> full;  // gathered parameters; the views that modules use
+  Tensor master;  // f32 shard; undefined for frozen groups of a lower dtype
+  Tensor shard;   // param_dtype shard that gathers send; the master itself in f32
+  Tensor grad;    // f32 gradient shard; undefined for frozen groups
+  std::unique_ptr<HostGradient> host_grad;  // where `grad` lives if not on the device
+  const Tensor& home_of_grad() const { return host_grad != nullptr ? host_grad->home : grad; }
+  std::shared_ptr<Storage> full;                  // gathered parameters; the views that modules use
   std::shared_ptr<Storage> full_grad;             // gradients before the reduce
   DType grad_dtype = kF32;                        // of full_grad
   int64_t slot_offset = 0, grad_slot_offset = 0;  // bytes
