@@ -7,6 +7,14 @@ namespace tessera {
 namespace {
 
 thread_local bool checkpointing = false, recomputing = false;
+thread_local int64_t region = 0, last_region = 0;
+
+/// Says which region runs, for a scope.
+struct RegionScope {
+  explicit RegionScope(int64_t id) : previous(std::exchange(region, id)) {}
+  ~RegionScope() { region = previous; }
+  int64_t previous;
+};
 
 struct FlagScope {
   explicit FlagScope(bool& f) : flag(f), previous(std::exchange(f, true)) {}
@@ -92,21 +100,31 @@ bool is_recomputing() {
   return recomputing;
 }
 
+int64_t recompute_region() {
+  return region;
+}
+
 Tensor recompute(const std::function<Tensor(const std::vector<Tensor>&)>& fn,
                  const std::vector<Tensor>& inputs) {
   if (!grad_mode()) return fn(inputs);
   const RandomState start = random_state();
+  const int64_t id = region != 0 ? region : ++last_region;
   Tensor output;
   {
+    const RegionScope region_scope(id);
     NoGrad no_grad;
     FlagScope scope(checkpointing);
     output = fn(inputs);
   }
   auto outputs = record_multi_always(
       "recompute", inputs, {output},
-      [fn, replay = Replay(inputs, start)](std::span<const Tensor> dys, Grads& g) {
+      [fn, id, replay = Replay(inputs, start)](std::span<const Tensor> dys, Grads& g) {
         std::vector<Tensor> leaves;
-        const Tensor again = replay.run(leaves, fn);
+        Tensor again;
+        {
+          const RegionScope region_scope(id);
+          again = replay.run(leaves, fn);
+        }
         if (again.requires_grad()) backward(again, dys[0]);
         replay.deliver(leaves, g);
       });

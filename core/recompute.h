@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <functional>
 #include <vector>
 
@@ -28,5 +29,9 @@ Tensor recompute_output(
 bool is_checkpointing();
 /// True during the second run (units do not count it as a call).
 bool is_recomputing();
+/// Identifies the `recompute` whose first or second run this is (the outermost one, if nested); 0
+/// outside of any, and in the second run of `recompute_output`. Whatever ran after it in the
+/// forward has had its gradients when the second run begins.
+int64_t recompute_region();
 
 }  // namespace tessera

@@ -257,9 +257,7 @@ void Scheduler::make_pools() {
         replicate_staging =
             std::max(replicate_staging,
                      lanes_.replicate_comm->reduce_scatter_staging_nbytes(u->own_numel(g), outer));
-        if (lanes_.shard_size > 1 && lanes_.sync != GradSync::kShard) {
-          partial = std::max(partial, g.shard_numel);
-        }
+        if (lanes_.shard_size > 1) partial = std::max(partial, g.shard_numel);
       }
     }
   }
@@ -267,7 +265,9 @@ void Scheduler::make_pools() {
   if (staging > 0) lanes_.reduce_staging = empty({staging}, kU8);
   if (replicate_staging > 0) lanes_.replicate_staging = empty({replicate_staging}, kU8);
   if (wire > 0) lanes_.wire_buffer = empty({wire}, kU8);
-  if (partial > 0) lanes_.partial_shard = empty({partial}, kF32);
+  // With kShard only a backward after the last micro-batch needs it, and makes it then.
+  lanes_.partial_numel = partial;
+  if (partial > 0 && lanes_.sync != GradSync::kShard) lanes_.partial_shard = empty({partial}, kF32);
 }
 
 void Scheduler::make_shards() {
@@ -438,11 +438,19 @@ void Scheduler::gather(Unit& unit, const char* phase) {
   unit.unshard(shards_ready_, step_, phase);
 }
 
-void Scheduler::release_held(const Unit* except) {
-  for (Unit* unit : held_) {
-    if (unit != except && unit->active_calls == 0) unit->reshard();
-  }
-  std::erase_if(held_, [&](const Unit* u) { return u != except || u->active_calls > 0; });
+/// Reshards what is between calls, but for `except` and units whose backward is to come in the
+/// region of recompute.
+void Scheduler::release_held(const Unit* except, int64_t region) {
+  std::erase_if(held_, [&](Unit* unit) {
+    if (unit->active_calls > 0) return true;
+    const auto is_due = [&](const Call& c) {
+      return c.unit == unit && c.region == region && !c.is_over;
+    };
+    if (unit == except) return false;
+    if (region != 0 && std::any_of(calls_.begin(), calls_.end(), is_due)) return false;
+    unit->reshard();
+    return true;
+  });
 }
 
 Unit& Scheduler::unit_at(int position) const {
@@ -459,9 +467,14 @@ void Scheduler::prefetch_forward(int position) {
 }
 
 void Scheduler::prefetch_backward(size_t call) {
-  for (int k = 1; k <= options_.prefetch_backward && call > 0; ++k) {
-    if (!calls_[--call].unit->can_prefetch()) return;
-    gather(*calls_[call].unit, "gather_backward");
+  // Calls in a row count once: their number may differ between ranks.
+  const Unit* last = calls_[call].unit;
+  for (int k = 0; k < options_.prefetch_backward && call > 0;) {
+    Unit& unit = *calls_[--call].unit;
+    if (&unit == std::exchange(last, &unit)) continue;
+    if (!unit.can_prefetch()) return;
+    gather(unit, "gather_backward");
+    ++k;
   }
 }
 
@@ -517,12 +530,7 @@ void Scheduler::begin_call(Unit& unit, std::span<Tensor*> inputs) {
     }
   }
   if (is_recomputing()) {
-    for (size_t i = calls_.size(); i-- > 0;) {
-      if (calls_[i].unit == &unit && !calls_[i].is_over) {
-        enter_backward(generation_, i);
-        break;
-      }
-    }
+    begin_replay(unit);
     ++unit.active_calls;
     return;
   }
@@ -532,15 +540,20 @@ void Scheduler::begin_call(Unit& unit, std::span<Tensor*> inputs) {
   ++unit.active_calls;
   std::erase(held_, &unit);
   if (is_train) {
-    calls_.push_back({&unit, tick_++, INT64_MAX, false, false});
+    calls_.push_back({&unit, tick_++, INT64_MAX, false, false, recompute_region()});
     ++unit.open_calls;
   }
 }
 
 void Scheduler::end_call(Unit& unit, std::span<Tensor*> outputs) {
   --unit.active_calls;
-  if (is_recomputing()) return;  // its backward follows at once
-  if (unit.active_calls == 0) held_.push_back(&unit);
+  if (unit.active_calls == 0 && !contains(held_, &unit)) held_.push_back(&unit);
+  if (is_recomputing()) {
+    const size_t call = replays_.back();
+    replays_.pop_back();
+    if (call < calls_.size() && grad_mode()) record_backward(generation_, call, outputs);
+    return;
+  }
   if (!grad_mode() && !is_checkpointing()) {
     // An evaluation that is through leaves nothing gathered.
     const int last = static_cast<int>(order_.size()) - 1;
@@ -556,14 +569,19 @@ void Scheduler::end_call(Unit& unit, std::span<Tensor*> outputs) {
     if (calls_[call].unit == &unit && calls_[call].end == INT64_MAX) break;
   }
   calls_[call].end = tick_++;
+  if (grad_mode()) record_backward(generation_, call, outputs);
+}
+
+/// Puts a node on the tape that says when gradients have come to the outputs of a call.
+void Scheduler::record_backward(int64_t generation, size_t call, std::span<Tensor*> outputs) {
   std::vector<Tensor> with_grad;
   for (const Tensor* output : outputs) {
     if (output->requires_grad()) with_grad.push_back(*output);
   }
-  if (with_grad.empty() || !grad_mode()) return;
+  if (with_grad.empty()) return;
   const std::vector<Tensor> wrapped =
       record_multi("unit", with_grad, with_grad,
-                   [this, generation = generation_, call](std::span<const Tensor> dys, Grads& g) {
+                   [this, generation, call](std::span<const Tensor> dys, Grads& g) {
                      enter_backward(generation, call);
                      for (size_t i = 0; i < dys.size(); ++i) {
                        if (dys[i].is_defined()) g.add(static_cast<int>(i), dys[i]);
@@ -578,10 +596,12 @@ void Scheduler::end_call(Unit& unit, std::span<Tensor*> outputs) {
 void Scheduler::on_forward_error() noexcept {
   try {
     for (const auto& unit : units_) unit->active_calls = 0;
+    replays_.clear();
     if (!in_backward_) {
       end_forward();
       for (const auto& unit : units_) {
-        unit->discard_gradients();
+        // Whole gradients are those of earlier micro-batches, which are as good as before.
+        if (lanes_.sync != GradSync::kLast) unit->discard_gradients();
         unit->open_calls = 0;
       }
     }
@@ -604,35 +624,73 @@ void Scheduler::end_forward() {
 
 // ---- backward
 
-void Scheduler::enter_backward(int64_t generation, size_t call) {
-  if (!in_backward_) {
-    in_backward_ = true;
-    on_backward_end([this](bool ok) { finish_backward(ok); });
-    if (generation == generation_) {
-      flush_pass(train_pass_, /*is_train=*/true);
-    } else {  // a second backward through the same forward
-      TESSERA_CHECK(calls_.empty() && generation + 1 == generation_,
-                    "fsdp: backward of a forward that is over by more than one backward");
-      calls_ = last_calls_;
-      for (Call& c : calls_) {
-        c.is_over = false;
-        ++c.unit->open_calls;
-      }
-    }
+void Scheduler::begin_backward(int64_t generation) {
+  if (in_backward_) return;
+  in_backward_ = true;
+  on_backward_end([this](bool ok) { finish_backward(ok); });
+  if (generation == generation_ && !calls_.empty()) {
+    flush_pass(train_pass_, /*is_train=*/true);
+    return;
   }
+  // A second backward through the same forward.
+  TESSERA_CHECK(calls_.empty() && (generation == generation_ || generation + 1 == generation_),
+                "fsdp: backward of a forward that is over by more than one backward");
+  calls_ = last_calls_;
+  for (Call& c : calls_) {
+    c.is_over = c.is_replayed = false;
+    ++c.unit->open_calls;
+  }
+}
+
+/// The call that a second run makes again: the first in the region that it has not made yet.
+size_t Scheduler::call_to_replay(const Unit& unit, int64_t region) const {
+  for (size_t i = 0; region != 0 && i < calls_.size(); ++i) {
+    const Call& c = calls_[i];
+    if (c.unit == &unit && c.region == region && !c.is_over && !c.is_replayed) return i;
+  }
+  for (size_t i = calls_.size(); i-- > 0;) {
+    if (calls_[i].unit == &unit && !calls_[i].is_over) return i;
+  }
+  return SIZE_MAX;
+}
+
+/// A second run calls the unit: its parameters are needed, its backward is to come. Calls after the
+/// region are over; those inside it are not, since their backward comes when the run is through.
+void Scheduler::begin_replay(Unit& unit) {
+  begin_backward(generation_);
+  const int64_t region = recompute_region();
+  const size_t call = call_to_replay(unit, region);
+  replays_.push_back(call);
+  if (call < calls_.size()) {
+    calls_[call].is_replayed = true;
+    const int64_t end = calls_[call].end;
+    for (size_t i = calls_.size(); region != 0 && i-- > call + 1;) {
+      const Call& c = calls_[i];
+      if (!c.is_over && c.begin >= end && c.region != region) finish_call(i, &unit);
+    }
+    if (region != 0) release_held(&unit, region);
+  }
+  gather(unit, "gather_backward");
+  if (call < calls_.size()) prefetch_backward(call);
+  unit.wait_for_unshard();
+}
+
+void Scheduler::enter_backward(int64_t generation, size_t call) {
+  begin_backward(generation);
   const int64_t end = calls_[call].end;
   for (size_t i = calls_.size(); i-- > call + 1;) {
-    if (!calls_[i].is_over && calls_[i].begin >= end) finish_call(i);
+    if (!calls_[i].is_over && calls_[i].begin >= end) finish_call(i, calls_[call].unit);
   }
   Unit& unit = *calls_[call].unit;
-  release_held(&unit);
+  release_held(&unit, calls_[call].region);
   gather(unit, "gather_backward");
   prefetch_backward(call);
   unit.wait_for_unshard();
   if (!contains(held_, &unit)) held_.push_back(&unit);
 }
 
-void Scheduler::finish_call(size_t index) {
+/// The backward of a call is over; `next` is the unit whose backward follows.
+void Scheduler::finish_call(size_t index, const Unit* next) {
   Call& call = calls_[index];
   Unit& unit = *call.unit;
   if (call.is_skipped) {
@@ -647,6 +705,7 @@ void Scheduler::finish_call(size_t index) {
     }
     unit.reduce(is_last_micro_batch_, step_);
   }
+  if (&unit == next) return;  // called several times in a row: gathered for all of them
   if (unit.active_calls == 0) unit.reshard();
   std::erase(held_, &unit);
 }
@@ -672,26 +731,52 @@ void Scheduler::finish_backward(bool ok) {
 }
 
 /// After the first backward: the order in which the units were called replaces the registration
-/// order, if all ranks called the same.
+/// order. Where all ranks called the same, turns that none of them took fall out, and units that
+/// nobody called keep a turn behind their predecessor; else the turns stay as they were issued.
 void Scheduler::agree_on_order() {
-  std::vector<Turn> called;
+  std::vector<Turn> issued, called;
   for (const Call& call : calls_) {
     int index = 0;
     while (units_[static_cast<size_t>(index)].get() != call.unit) ++index;
-    if (called.empty() || called.back().unit != index) called.push_back({index, 0});
-    if (!call.is_skipped) ++called.back().num_calls;
+    for (std::vector<Turn>* turns : {&issued, &called}) {
+      if (turns == &called && call.is_skipped) continue;
+      if (turns->empty() || turns->back().unit != index) turns->push_back({index, 0});
+      if (!call.is_skipped) ++turns->back().num_calls;
+    }
   }
-  uint64_t hash = 0;
-  for (const Turn& turn : called) {
-    hash = hash * 0x100000001b3u + static_cast<uint64_t>(turn.unit) + 1;
-  }
-  std::vector<uint64_t> all(static_cast<size_t>(world_.world_size()));
-  world_.control().all_gather(all.data(), &hash, sizeof hash);
-  TESSERA_CHECK_AS(CommError,
-                   std::all_of(all.begin(), all.end(), [&](uint64_t h) { return h == hash; }),
+  const auto hash_of = [](const std::vector<Turn>& turns) {
+    uint64_t hash = 0;
+    for (const Turn& turn : turns) {
+      hash = hash * 0x100000001b3u + static_cast<uint64_t>(turn.unit) + 1;
+    }
+    return hash;
+  };
+  struct Hashes {
+    uint64_t issued, called;
+  };
+  const Hashes mine{hash_of(issued), hash_of(called)};
+  std::vector<Hashes> all(static_cast<size_t>(world_.world_size()));
+  world_.control().all_gather(all.data(), &mine, sizeof mine);
+  const auto all_have = [&](uint64_t Hashes::*hash) {
+    return std::all_of(all.begin(), all.end(),
+                       [&](const Hashes& h) { return h.*hash == mine.*hash; });
+  };
+  TESSERA_CHECK_AS(CommError, all_have(&Hashes::issued),
                    "fsdp: the ranks called units in different orders in step 0");
-  order_ = std::move(called);
   is_order_known_ = true;
+  if (!all_have(&Hashes::called)) {
+    order_ = std::move(issued);
+    return;
+  }
+  order_ = std::move(called);
+  for (int u = 0; u < static_cast<int>(units_.size()); ++u) {
+    const auto turn_of = [this](int unit) {
+      return std::find_if(order_.begin(), order_.end(),
+                          [unit](const Turn& turn) { return turn.unit == unit; });
+    };
+    if (turn_of(u) != order_.end()) continue;
+    order_.insert(u == 0 ? order_.begin() : turn_of(u - 1) + 1, Turn{u, 0});
+  }
 }
 
 // ---- the end of a step
@@ -704,6 +789,8 @@ void Scheduler::begin_micro_batch(int index, int count) {
 
 ClippedNorm Scheduler::clip_grad_norm(double max_norm, double p) {
   for (const auto& unit : units_) {
+    // The optimizer writes shards that a gather for nobody may still send.
+    if (unit->is_unsharded()) unit->wait_for_unshard();
     if (unit->is_trainable()) unit->finish_gradients(step_);
   }
   const auto num_parts = static_cast<int64_t>(norm_inputs_.size());
@@ -745,6 +832,7 @@ ClippedNorm Scheduler::clip_grad_norm(double max_norm, double p) {
 }
 
 void Scheduler::end_step() {
+  if (!calls_.empty()) end_forward();  // a forward without a backward
   for (const auto& unit : units_) {
     unit->zero_grad();
     unit->invalidate();

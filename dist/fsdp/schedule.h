@@ -56,6 +56,8 @@ class Scheduler {
     Unit* unit;
     int64_t begin, end;  // ticks: the call's interval, for nested units
     bool is_skipped, is_over;
+    int64_t region = 0;        // of recompute, in which it was made
+    bool is_replayed = false;  // made again by it
   };
   /// Where a forward is in the unit order.
   struct Pass {
@@ -85,11 +87,15 @@ class Scheduler {
   void skip(int position, bool is_train);
   void flush_pass(Pass& pass, bool is_train);
   void enter_backward(int64_t generation, size_t call);
-  void finish_call(size_t call);
+  void finish_call(size_t call, const Unit* next = nullptr);
   void finish_backward(bool ok);
   void prefetch_forward(int position);
   void prefetch_backward(size_t call);
-  void release_held(const Unit* except);
+  void release_held(const Unit* except, int64_t region = 0);
+  size_t call_to_replay(const Unit& unit, int64_t region) const;
+  void begin_replay(Unit& unit);
+  void begin_backward(int64_t generation);
+  void record_backward(int64_t generation, size_t call, std::span<Tensor*> outputs);
   void gather(Unit& unit, const char* phase);
   Unit& unit_at(int position) const;
   void note(const char* what, const Unit& unit);
@@ -110,7 +116,8 @@ class Scheduler {
   bool is_order_known_ = false;
   Pass train_pass_, eval_pass_;
   std::vector<Call> calls_, last_calls_;
-  int64_t generation_ = 0;  // of calls_
+  std::vector<size_t> replays_;  // the calls that run again now, innermost last
+  int64_t generation_ = 0;       // of calls_
   int64_t tick_ = 0;
   bool in_backward_ = false;
   bool is_last_micro_batch_ = true;

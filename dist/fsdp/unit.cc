@@ -261,7 +261,10 @@ bool Unit::writes_into_shard() const {
 void Unit::acquire_gradient_slot() {
   if (has_full_grad_) return;
   has_full_grad_ = true;
-  if (keeps_full_grad_) return;
+  if (keeps_full_grad_) {  // a backward after the last micro-batch's: the reduce may still read it
+    lanes_.wait(lanes_.compute, is_reduced_, WaitPoint::kWholeGradFree);
+    return;
+  }
   is_direct_ = writes_into_shard();
   if (!is_direct_) {
     gradient_slot_ = gradient_pool_->acquire();
@@ -324,6 +327,7 @@ void Unit::reduce(bool is_last, int64_t step) {
   }
   has_full_grad_ = is_direct_ = false;
   has_shard_grad_ = true;
+  has_outer_sum_ = has_outer_sum_ || is_last;
 }
 
 void Unit::begin_leaf(Group& g) {
@@ -399,22 +403,22 @@ void Unit::reduce_group(Group& g, const Event& ready, bool is_last, int64_t step
     return;
   }
   void* staging = lanes_.reduce_staging.is_defined() ? lanes_.reduce_staging.raw_data() : nullptr;
-  if (!has_replicas || lanes_.sync == GradSync::kShard) {
+  if (!has_replicas || (lanes_.sync == GradSync::kShard && !has_outer_sum_)) {
     void* shard = has_replicas ? g.grad.raw_data() : own;
     lanes_.reducing_comm().reduce_scatter(first, shard, source, g.shard_numel, wire, kF32,
                                           accumulate, staging, info);
     g.leaves.end(first);
     is_reduced_ = first.record();
-    if (!has_replicas || !is_last) return;
-    lanes_.wait(lanes_.all_reduce, is_reduced_, WaitPoint::kOuterReady);
-    lanes_.replicate_comm->reduce_scatter(
-        lanes_.all_reduce, own, g.grad.raw_data(), own_numel(g), kF32, kF32, false,
-        lanes_.replicate_staging.is_defined() ? lanes_.replicate_staging.raw_data() : nullptr,
-        {"all_reduce", static_name_, step});
-    is_reduced_ = lanes_.all_reduce.record();
+    if (has_replicas && is_last) reduce_over_replicas(g, step);
     return;
   }
-  // Hybrid, all ranks after every micro-batch: this one's sum goes through a buffer of its own.
+  // Hybrid, all ranks after every micro-batch (or a backward after the last one): this one's sum
+  // goes through a buffer of its own.
+  if (!lanes_.partial_shard.is_defined()) {
+    const MemoryScope scope(MemoryClass::kGathered);
+    lanes_.partial_shard = empty({lanes_.partial_numel}, kF32);
+    lanes_.partial_shard_free = lanes_.compute.record();
+  }
   lanes_.wait(first, lanes_.partial_shard_free, WaitPoint::kPartialFree);
   lanes_.reducing_comm().reduce_scatter(first, lanes_.partial_shard.raw_data(), source,
                                         g.shard_numel, wire, kF32, false, staging, info);
@@ -427,7 +431,25 @@ void Unit::reduce_group(Group& g, const Event& ready, bool is_last, int64_t step
   is_reduced_ = lanes_.partial_shard_free = lanes_.all_reduce.record();
 }
 
+/// The sum over the shard group becomes that over all ranks, in this replica's part of the shard.
+void Unit::reduce_over_replicas(Group& g, int64_t step) {
+  lanes_.wait(lanes_.all_reduce, is_reduced_, WaitPoint::kOuterReady);
+  void* own = static_cast<char*>(g.grad.raw_data()) + nbytes_of(own_begin(g), kF32);
+  lanes_.replicate_comm->reduce_scatter(
+      lanes_.all_reduce, own, g.grad.raw_data(), own_numel(g), kF32, kF32, false,
+      lanes_.replicate_staging.is_defined() ? lanes_.replicate_staging.raw_data() : nullptr,
+      {"all_reduce", static_name_, step});
+  is_reduced_ = lanes_.all_reduce.record();
+}
+
+/// The last micro-batch of the step had no backward: sums inside the shard group are all there is.
+bool Unit::has_partial_sums() const {
+  return has_shard_grad_ && lanes_.sync == GradSync::kShard && lanes_.shard_size > 1 &&
+         lanes_.replicate_size > 1 && !has_outer_sum_;
+}
+
 void Unit::finish_gradients(int64_t step) {
+  const bool is_outer_due = has_partial_sums();
   for (Group& g : groups_) {
     if (!g.layout.is_trainable) continue;
     if (!has_shard_grad_) {
@@ -443,11 +465,11 @@ void Unit::finish_gradients(int64_t step) {
       is_reduced_ = summing_stream().record();
     }
     if (lanes_.replicate_size > 1) {  // each replica has summed its own part
-      lanes_.wait(lanes_.all_reduce, is_reduced_, WaitPoint::kOwnPartReady);
       if (g.host_grad != nullptr) {
         lanes_.offloader->bring(*g.host_grad, g.grad, /*with_values=*/true);
         lanes_.all_reduce.wait(g.host_grad->is_here);
       }
+      if (is_outer_due) reduce_over_replicas(g, step);
       const void* own = static_cast<char*>(g.grad.raw_data()) + nbytes_of(own_begin(g), kF32);
       lanes_.replicate_comm->all_gather(lanes_.all_reduce, g.grad.raw_data(), own, own_numel(g),
                                         kF32, {"all_reduce", static_name_, step});
@@ -458,13 +480,14 @@ void Unit::finish_gradients(int64_t step) {
     }
     if (g.host_grad != nullptr) lanes_.compute.wait(g.host_grad->is_home);
   }
+  has_outer_sum_ = has_outer_sum_ || is_outer_due;
   lanes_.wait(lanes_.compute, is_reduced_, WaitPoint::kGradShardReady);
 }
 
 void Unit::zero_grad() {
   discard_gradients();
   for (Group& g : groups_) g.leaves.reset();
-  has_shard_grad_ = false;
+  has_shard_grad_ = has_outer_sum_ = false;
 }
 
 void Unit::discard_gradients() {

@@ -22,11 +22,11 @@ enum class WaitPoint : unsigned char {
   kShardsReady,     ///< all_gather: the optimizer has written the shards
   kGathered,        ///< compute: the parameters are there
   kGradSlotFree,    ///< compute: the gradient slot's last unit was reduced
+  kWholeGradFree,   ///< compute: the unit's whole gradient was reduced before (kLast)
   kGradReady,       ///< the reducing stream: the gradients are complete
   kOuterReady,      ///< all_reduce: the shard group's sum is complete
   kPartialFree,     ///< reduce_scatter: the buffer between the two sums was read
   kPartialReady,    ///< all_reduce: that buffer was written
-  kOwnPartReady,    ///< all_reduce: this replica's part of the sum is complete
   kGradShardReady,  ///< compute: the gradient shard is complete
   kCount
 };
@@ -49,6 +49,7 @@ struct Lanes {
   int micro_batch = 0;                                                   // of the step
   Tensor reduce_staging, replicate_staging, wire_buffer, partial_shard;  // see Unit::reduce
   Event partial_shard_free;
+  int64_t partial_numel = 0;             // of partial_shard when it is needed
   std::shared_ptr<Offloader> offloader;  // null: nothing in host memory
 
   bool offloads_parameters() const { return offloader != nullptr && offloader->has_parameters(); }
@@ -153,6 +154,8 @@ class Unit {
   void acquire_gradient_slot();
   void zero_unwritten(Group& g);
   void reduce_group(Group& g, const Event& ready, bool is_last, int64_t step);
+  void reduce_over_replicas(Group& g, int64_t step);
+  bool has_partial_sums() const;
   void begin_leaf(Group& g);
   const Stream& summing_stream() const;
   bool writes_into_shard() const;
@@ -170,6 +173,7 @@ class Unit {
   bool is_unsharded_ = false, is_waited_ = false, is_stale_ = true;
   bool has_full_grad_ = false;   // full_grad holds gradients of this backward (or step: kLast)
   bool has_shard_grad_ = false;  // the gradient shard holds gradients of this step
+  bool has_outer_sum_ = false;   // kShard: its own part is summed over replicas already
   bool is_direct_ = false;       // full_grad is the gradient shard itself
   Event is_reduced_;
 };

@@ -101,6 +101,9 @@ FsdpResult run_fsdp(dist::World& world, const FsdpRun& run) {
       LossSum loss = model->loss(ids_BT, targets_BT, {}, {.grad_scale = scale});
       losses.push_back(loss.sum.detach());
       backward(loss.sum, scale);
+      if (run.twice) {
+        backward(model->loss(ids_BT, targets_BT, {}, {.grad_scale = scale}).sum, scale);
+      }
     }
     const Tensor loss_sum = fsdp->sum_micro_batches(losses);
     const dist::ClippedNorm clip = fsdp->clip_grad_norm(run.max_norm);

@@ -26,6 +26,7 @@ struct FsdpRun {
   int samples_per_step = 8;   ///< over all ranks and micro-batches
   double max_norm = 1.0;
   bool with_eval = false;  ///< evaluates between micro-batches
+  bool twice = false;      ///< runs forward and backward of each micro-batch twice
   bool ragged = false;     ///< samples have unequal numbers of valid targets, also none
   std::function<void(nn::LanguageModel&)> prepare;          ///< before fully_shard (freezing)
   std::function<void(dist::Fsdp&, dist::World&)> on_ready;  ///< before step 0

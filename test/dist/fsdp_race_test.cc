@@ -1,0 +1,140 @@
+// No race, whatever the timing: the happens-before checker passes every schedule and reports each
+// wait that is taken away; delays on any stream do not change a bit.
+
+#include <set>
+
+#include "core/profiler.h"
+#include "test/dist/fsdp_combos.h"
+#include "test/dist/fsdp_observer.h"
+#include "test/testing.h"
+
+namespace tessera::testing {
+namespace {
+
+using dist::WaitPoint;
+
+/// The run with its streams disturbed.
+FsdpRun tapped(FsdpRun run, const StreamTap::Options& options) {
+  run.on_ready = [options](dist::Fsdp& fsdp, dist::World& world) {
+    StreamTap::Options own = options;
+    own.seed = options.seed * 131 + static_cast<uint64_t>(world.rank());
+    StreamTap::install(fsdp, own);
+  };
+  return run;
+}
+
+TEST_CASE("fsdp race: 100 seeds of random delays on each stream give the same bits", "[fsdp]") {
+  const std::vector<Combo> combos = every_combo();
+  std::map<std::pair<int, bool>, FsdpResult> expected;  // by micro-batches and precision
+  std::mt19937_64 random(7);
+  for (uint64_t seed = 0; seed < 100; ++seed) {
+    const Combo combo = combos[random() % combos.size()];
+    const bool is_bf16 = random() % 2 == 1;
+    const int num_micro_batches = 1 + static_cast<int>(random() % 2);
+    FsdpRun run = make_run(combo, 4, is_bf16 ? Precision::kMixed : Precision::kF32);
+    run.num_micro_batches = num_micro_batches;
+    // Like for like: sums of micro-batches in one order.
+    run.fsdp.sync_every_micro_batch = dist::GradSync::kLast;
+    FsdpResult& same = expected[{num_micro_batches, is_bf16}];
+    if (same.losses.empty()) same = run_fsdp_on_threads(4, run);
+    run = tapped(run, {.delayed_share = 0.05, .max_delay_us = 300, .seed = seed});
+    run.local.max_random_delay_us = 200;
+    run.local.delay_seed = seed;
+    check_same(run_fsdp_on_threads(4, run), same,
+               fmt::format("seed {}: {}, {} micro-batches, bf16 {}", seed, combo.to_string(),
+                           num_micro_batches, is_bf16));
+  }
+}
+
+TEST_CASE("fsdp race: a slow outer reduction gives the bits of streams one after the other",
+          "[fsdp]") {
+  for (const dist::Strategy strategy :
+       {dist::Strategy::kHybridShard, dist::Strategy::kHybridShardZero2}) {
+    for (const auto sync : {dist::GradSync::kShard, dist::GradSync::kEveryMicroBatch}) {
+      FsdpRun run;
+      run.model.num_layers = 8;
+      run.num_micro_batches = 2;
+      run.fsdp.strategy = strategy;
+      run.fsdp.shard_size = 2;
+      run.fsdp.sync_every_micro_batch = sync;
+      const FsdpResult serial = run_fsdp_on_threads(4, tapped(run, {.serializes = true}));
+      const FsdpResult slow = run_fsdp_on_threads(
+          4, tapped(run, {.delayed_share = 1, .max_delay_us = 3000, .only_stream = "all_reduce"}));
+      check_same(slow, serial, fmt::format("{}, sync {}", name_of(strategy), dist::name_of(sync)));
+    }
+  }
+}
+
+TEST_CASE("fsdp race: each wait is needed: without it the checker reports a conflict", "[fsdp]") {
+  std::vector<FsdpRun> runs;
+  for (const Combo& combo : pair_covering_combos()) {
+    FsdpRun run = make_run(combo, 4, Precision::kMixed);
+    run.num_micro_batches = 2;
+    run.num_steps = 2;
+    runs.push_back(run);
+    run.twice = true;
+    runs.push_back(run);
+    if (combo.strategy() < dist::Strategy::kHybridShard) continue;
+    run.fsdp.sync_every_micro_batch = dist::GradSync::kEveryMicroBatch;
+    runs.push_back(run);
+  }
+  for (int point = 0; point < static_cast<int>(WaitPoint::kCount); ++point) {
+    bool is_reported = false;
+    for (FsdpRun run : runs) {
+      run.on_ready = [point](dist::Fsdp& fsdp, dist::World&) {
+        fsdp.scheduler().lanes().hidden_wait = static_cast<WaitPoint>(point);
+      };
+      try {
+        run_fsdp_on_threads(4, run);
+      } catch (const InternalError& error) {
+        is_reported = std::string(error.what()).find("order check") != std::string::npos;
+      }
+      if (is_reported) break;
+    }
+    INFO("wait point " << point);
+    CHECK(is_reported == (point != static_cast<int>(WaitPoint::kNone)));
+  }
+}
+
+/// Time in which tasks of both names run, on two streams of one rank, nanoseconds.
+int64_t overlap_ns(const std::vector<TraceEvent>& events, const std::string& a,
+                   const std::string& b) {
+  int64_t sum = 0;
+  for (const TraceEvent& x : events) {
+    for (const TraceEvent& y : events) {
+      if (x.name != a || y.name != b || x.stream_id == y.stream_id) continue;
+      sum += std::max<int64_t>(0, std::min(x.end_ns, y.end_ns) - std::max(x.begin_ns, y.begin_ns));
+    }
+  }
+  return sum;
+}
+
+TEST_CASE("fsdp race: gathers and reduces overlap in backward with two communicators", "[fsdp]") {
+  for (const int communicators : {1, 2}) {
+    FsdpRun run;
+    run.num_steps = 2;
+    run.model.num_layers = 6;
+    run.fsdp.communicators = communicators;
+    run.local.latency_us = 3000;
+    std::set<int> streams_of_rank0;
+    run.on_ready = [&](dist::Fsdp& fsdp, dist::World& world) {
+      if (world.rank() != 0) return;
+      const dist::Lanes& lanes = fsdp.scheduler().lanes();
+      streams_of_rank0 = {lanes.all_gather.id(), lanes.reduce_scatter.id()};
+      profiler::start();
+    };
+    run_fsdp_on_threads(2, run);
+    profiler::stop();
+    std::vector<TraceEvent> events = profiler::events();
+    std::erase_if(events,
+                  [&](const TraceEvent& e) { return streams_of_rank0.count(e.stream_id) == 0; });
+    const int64_t overlap = overlap_ns(events, "all_gather", "reduce_scatter");
+    INFO(communicators << " communicators: " << overlap << " ns");
+    if (communicators == 1) CHECK(overlap == 0);
+    // Backward gathers five blocks and reduces eight units a step, at 3 ms each.
+    if (communicators == 2) CHECK(overlap > 10'000'000);
+  }
+}
+
+}  // namespace
+}  // namespace tessera::testing
