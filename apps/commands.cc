@@ -1,9 +1,12 @@
+#include <signal.h>
+
 #include <CLI/CLI.hpp>
 #include <cstdio>
 
 #include "apps/trainer.h"
 #include "core/files.h"
 #include "core/runtime/context.h"
+#include "dist/comm/watchdog.h"
 #include "nn/generate.h"
 
 namespace tessera::apps {
@@ -38,6 +41,23 @@ Config parse_arguments(const std::vector<std::string>& arguments) {
   return load_config(path, overrides);
 }
 
+/// While alive, SIGTERM is left to the watchdog, which says what was in flight.
+class TerminateHandler {
+ public:
+  TerminateHandler() {
+    struct sigaction action = {};
+    action.sa_handler = [](int) { dist::Watchdog::notify_terminate(); };
+    action.sa_flags = SA_RESTART;
+    sigaction(SIGTERM, &action, &previous_);
+  }
+  ~TerminateHandler() { sigaction(SIGTERM, &previous_, nullptr); }
+  TerminateHandler(const TerminateHandler&) = delete;
+  TerminateHandler& operator=(const TerminateHandler&) = delete;
+
+ private:
+  struct sigaction previous_ = {};
+};
+
 }  // namespace
 
 int train_command(const std::vector<std::string>& arguments, dist::World& world) {
@@ -53,6 +73,7 @@ int train_command(const std::vector<std::string>& arguments, dist::World& world)
   }
   Config config;
   world.control().verdict([&] { config = parse_arguments(arguments); });
+  const TerminateHandler handler;
   train(config, world);
   return 0;
 }

@@ -1,11 +1,16 @@
 #include "apps/trainer.h"
 
+#include <signal.h>
+#include <unistd.h>
+
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cmath>
 #include <cstring>
 #include <deque>
 #include <filesystem>
+#include <thread>
 
 #include "apps/data.h"
 #include "apps/metrics.h"
@@ -144,10 +149,24 @@ double read_scalar(const Tensor& scalar) {
   return scalar.dtype() == kU8 ? *scalar.data<uint8_t>() : *scalar.data<float>();
 }
 
+bool is_running(const std::string& dir) {
+  try {
+    return MappedFile(dir + "/status.json").text().find("\"running\"") != std::string_view::npos;
+  } catch (const Error&) {
+    return false;
+  }
+}
+
+/// Ends the process as `signal` does without a handler, so that who started it sees why.
+void end_by_signal(int number) {
+  signal(number, SIG_DFL);
+  kill(getpid(), number);
+}
+
 class Trainer {
  public:
   /// `steps_done` follows the steps that the host has seen complete.
-  Trainer(const Config& config, dist::World& world, int64_t* steps_done);
+  Trainer(const Config& config, dist::World& world, std::atomic<int64_t>* steps_done);
   TrainResult run();
 
  private:
@@ -164,7 +183,7 @@ class Trainer {
 
   Config config_;
   dist::World& world_;
-  int64_t* steps_done_;
+  std::atomic<int64_t>* steps_done_;
   Data data_;
   std::optional<TrainSamples> samples_;
   std::optional<EvalSamples> eval_samples_;
@@ -179,7 +198,7 @@ class Trainer {
   std::deque<Clock::time_point> step_ends_;  // since the start or the last evaluation
 };
 
-Trainer::Trainer(const Config& config, dist::World& world, int64_t* steps_done)
+Trainer::Trainer(const Config& config, dist::World& world, std::atomic<int64_t>* steps_done)
     : config_(config), world_(world), steps_done_(steps_done) {
   world_.control().verdict([&] {
     data_ = load_data(config_);
@@ -499,15 +518,26 @@ TrainResult train(const Config& config, dist::World& world) {
     if (world.rank() == 0) prepare_output_dir(config);
   });
   const Context::Scope scope(context);
-  const auto report = [&](RunState state, int64_t step, const std::string& why) {
-    if (world.rank() != 0) return;
+  const auto report = [&](RunState state, int64_t step, const std::string& why,
+                          bool is_stand_in = false) {
+    if (world.rank() != 0 && !is_stand_in) return;
     try {
       write_status(config.output.dir, state, step, why);
     } catch (const IoError& error) {
       log_error("{}", error.what());
     }
   };
-  int64_t steps_done = 0;
+  std::atomic<int64_t> steps_done = 0;
+  // A step that is not through by the time the process is ended from outside has failed.
+  world.set_on_terminate([&] {
+    // Rank 0 may be the one that is gone already: then the next says so.
+    std::this_thread::sleep_for(std::chrono::milliseconds(100) * std::min(world.rank(), 3));
+    const bool is_stand_in = world.rank() != 0 && is_running(config.output.dir);
+    report(RunState::kFailed, steps_done, "ended by SIGTERM", is_stand_in);
+    end_by_signal(SIGTERM);
+  });
+  const auto forget = [](dist::World* w) { w->set_on_terminate(nullptr); };
+  const std::unique_ptr<dist::World, decltype(forget)> scope_of_action(&world, forget);
   try {
     Trainer trainer(config, world, &steps_done);
     const TrainResult result = trainer.run();

@@ -4,6 +4,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <variant>
 #include <vector>
 
 #include "core/dtype.h"
@@ -59,8 +60,10 @@ struct FsdpOptions {
   /// Ranks in a shard group of a hybrid strategy; 0: the ranks of this node.
   int shard_size = 0;
   WrapPolicy wrap;  ///< default: wrap::transformer_block()
-  /// Set by the strategy; a value that contradicts it is a ConfigError.
-  std::optional<bool> reshard_after_forward;
+  /// Set by the strategy; a value that contradicts it is a ConfigError. A number g that divides the
+  /// shard group: after its first use in a step a unit keeps 1/g of its parameters in memory of
+  /// their own, and is gathered from g neighbouring ranks until the next step.
+  std::optional<std::variant<bool, int>> reshard_after_forward;
   int prefetch_forward = 1;   ///< units gathered ahead of the one that computes, >= 0
   int prefetch_backward = 1;  ///< the same in backward
   /// Default: kShard for hybrid strategies, kLast for shard_optim, else kEveryMicroBatch.
@@ -75,7 +78,8 @@ struct FsdpOptions {
   /// The same bits at any power of two of ranks, as long as micro-batches are dealt in the order of
   /// [Note: One tree over a step]; needs sync_every_micro_batch true (then the default).
   bool reproducible = false;
-  /// Full names of parameters that are left alone: not sharded, not reduced, not optimized.
+  /// Full names of parameters that are left alone: not sharded, not reduced, not optimized. A
+  /// deferred one gets its bytes, and its values by `initialize`, on every rank.
   std::vector<std::string> ignored;
 };
 

@@ -87,10 +87,22 @@ void Scheduler::resolve_options() {
   lanes_.replicate_rank = world_.rank() / lanes_.shard_size;
 
   const bool reshards = o.strategy == Strategy::kFullShard || o.strategy == Strategy::kHybridShard;
-  TESSERA_CHECK_AS(ConfigError, o.reshard_after_forward.value_or(reshards) == reshards,
+  const std::variant<bool, int> asked = o.reshard_after_forward.value_or(reshards);
+  const int* part_size = std::get_if<int>(&asked);
+  TESSERA_CHECK_AS(ConfigError, (part_size != nullptr || std::get<bool>(asked)) == reshards,
                    "fsdp.reshard_after_forward: {} contradicts fsdp.strategy {}",
-                   o.reshard_after_forward.value_or(false), name_of(o.strategy));
-  o.reshard_after_forward = reshards;
+                   part_size != nullptr ? std::to_string(*part_size)
+                   : reshards           ? "false"
+                                        : "true",
+                   name_of(o.strategy));
+  if (part_size != nullptr) {
+    TESSERA_CHECK_AS(ConfigError, *part_size > 1 && lanes_.shard_size % *part_size == 0,
+                     "fsdp.reshard_after_forward: {}, expected true, false or a divisor of the "
+                     "shard group's {} ranks",
+                     *part_size, lanes_.shard_size);
+    if (*part_size < lanes_.shard_size) lanes_.part_size = *part_size;
+  }
+  o.reshard_after_forward = asked;
 
   if (o.reproducible) check_reproducible(o, world_size);
   lanes_.reproducible = o.reproducible;
@@ -128,6 +140,11 @@ void Scheduler::resolve_options() {
                    kLayoutBlock);
 }
 
+bool Scheduler::reshards_after_forward() const {
+  const bool* whole = std::get_if<bool>(&*options_.reshard_after_forward);
+  return whole == nullptr || *whole;
+}
+
 void Scheduler::make_lanes() {
   const Context& context = *Context::current();
   lanes_.compute = context.compute();
@@ -146,6 +163,10 @@ void Scheduler::make_lanes() {
     lanes_.gather_comm = scalar_comm_->split(lanes_.replicate_rank, lanes_.shard_rank);
     if (options_.communicators == 2) lanes_.reduce_comm = lanes_.gather_comm->duplicate();
   }
+  if (lanes_.part_size > 1) {
+    lanes_.part_comm = lanes_.gather_comm->split(lanes_.shard_rank / lanes_.part_size,
+                                                 lanes_.shard_rank % lanes_.part_size);
+  }
   if (lanes_.replicate_size > 1) {
     lanes_.replicate_comm = scalar_comm_->split(lanes_.shard_rank, lanes_.replicate_rank);
   }
@@ -154,11 +175,16 @@ void Scheduler::make_lanes() {
 void Scheduler::make_units(nn::Module& root) {
   std::vector<UnitSpec> specs = options_.wrap(root);
   const std::vector<std::string>& ignored = options_.ignored;
-  for (const std::string& name : ignored) root.parameter(name);  // an Error if there is none
+  for (const std::string& name : ignored) {
+    const nn::Parameter& p = root.parameter(name);  // an Error if there is none
+    if (p.tensor.storage()->is_materialized()) continue;
+    p.tensor.storage()->materialize(MemoryClass::kParameters);
+    deferred_ignored_.push_back(name);
+  }
   const Residence residence = lanes_.shard_size == 1 && !lanes_.offloads_parameters()
                                   ? Residence::kWhole
-                              : *options_.reshard_after_forward ? Residence::kReshard
-                                                                : Residence::kKeep;
+                              : reshards_after_forward() ? Residence::kReshard
+                                                         : Residence::kKeep;
   const bool keeps_full_grad = lanes_.sync == GradSync::kLast;
   for (UnitSpec& spec : specs) {
     std::erase_if(spec.parameters, [&](const nn::NamedParameter& p) {
@@ -338,6 +364,10 @@ void Scheduler::install_hooks(nn::Module& root) {
 // ---- parameters as a whole
 
 void Scheduler::initialize(uint64_t seed) {
+  for (const std::string& name : deferred_ignored_) {
+    const nn::Parameter& p = root_->parameter(name);
+    nn::fill_init(p.tensor, p.init, seed, name);
+  }
   for (const auto& unit : units_) {
     for (Group& g : unit->groups()) {
       const Tensor& target = g.master.is_defined() ? g.master : g.shard;
@@ -410,8 +440,12 @@ void Scheduler::for_each_full(Fsdp::State state,
 
 void Scheduler::note(const char* what, const Unit& unit) {
   const std::string line = fmt::format("{} {}", what, unit.name());
-  program_hash_ = hash_name(line) ^ (program_hash_ * 0x9E3779B97F4A7C15u + 1);
+  const bool is_reduce = std::string_view(what) == "reduce";
+  const int64_t nbytes = is_reduce ? unit.gradient_nbytes() : unit.gathered_nbytes();
+  program_hash_ =
+      hash_name(line) ^ static_cast<uint64_t>(nbytes) ^ (program_hash_ * 0x9E3779B97F4A7C15u + 1);
   program_.push_back(line);
+  program_nbytes_.push_back(nbytes);
   ++num_issued_;
   if (step_ > 0 || world_.world_size() == 1) return;
   // Step 0: every collective is announced, so that a rank that would issue another one is named
@@ -423,13 +457,35 @@ void Scheduler::note(const char* what, const Unit& unit) {
   const Signature mine{num_issued_, program_hash_};
   std::vector<Signature> all(static_cast<size_t>(world_.world_size()));
   world_.control().all_gather(all.data(), &mine, sizeof mine);
-  for (size_t r = 0; r < all.size(); ++r) {
-    TESSERA_CHECK_AS(
-        CommError, all[r].hash == mine.hash && all[r].sequence == mine.sequence,
-        "fsdp: rank {} is about to \"{}\" as collective {} of step 0 and rank {} to do "
-        "something else: the ranks call units in different orders",
-        world_.rank(), line, num_issued_, r);
+  for (const Signature& theirs : all) {
+    if (theirs.hash != mine.hash || theirs.sequence != mine.sequence) throw_disagreement();
   }
+}
+
+/// All ranks have seen that their programs differ: says where.
+void Scheduler::throw_disagreement() {
+  std::string mine;
+  for (size_t i = 0; i < program_.size(); ++i) {
+    mine += fmt::format("{} ({} bytes)\n", program_[i], program_nbytes_[i]);
+  }
+  const std::vector<std::string> texts = world_.control().all_gather(mine);
+  const std::string& first = texts.front();
+  size_t other = 1;
+  while (other + 1 < texts.size() && texts[other] == first) ++other;
+  const std::string& second = texts[other];
+  size_t begin = 0, i = 0;  // of the line in which character i lies
+  int64_t number = 1;
+  for (; i < std::min(first.size(), second.size()) && first[i] == second[i]; ++i) {
+    if (first[i] == '\n') begin = i + 1, ++number;
+  }
+  const auto line_of = [begin](const std::string& text) {
+    return begin < text.size() ? text.substr(begin, text.find('\n', begin) - begin)
+                               : std::string("nothing");
+  };
+  throw CommError(fmt::format(
+      "fsdp: the ranks issue different collectives in step {}: as number {}, rank 0 \"{}\" "
+      "and rank {} \"{}\"",
+      step_, number, line_of(first), other, line_of(second)));
 }
 
 void Scheduler::gather(Unit& unit, const char* phase) {
@@ -699,7 +755,9 @@ void Scheduler::finish_call(size_t index, const Unit* next) {
     prefetch_backward(index);
   }
   call.is_over = true;
-  if (--unit.open_calls == 0 && unit.is_trainable()) {
+  if (--unit.open_calls == 0 && num_no_sync_ > 0 && world_.world_size() > 1) {
+    unit.keep_gradients();
+  } else if (unit.open_calls == 0 && unit.is_trainable()) {
     if (lanes_.sync != GradSync::kLast || is_last_micro_batch_) {
       if (world_.world_size() > 1) note("reduce", unit);
     }
@@ -791,6 +849,10 @@ ClippedNorm Scheduler::clip_grad_norm(double max_norm, double p) {
   for (const auto& unit : units_) {
     // The optimizer writes shards that a gather for nobody may still send.
     if (unit->is_unsharded()) unit->wait_for_unshard();
+    if (unit->is_reduce_due()) {  // the last backward did not
+      note("reduce", *unit);
+      unit->reduce(/*is_last=*/true, step_);
+    }
     if (unit->is_trainable()) unit->finish_gradients(step_);
   }
   const auto num_parts = static_cast<int64_t>(norm_inputs_.size());
@@ -843,16 +905,15 @@ void Scheduler::end_step() {
   if (world_.world_size() > 1) {
     std::vector<uint64_t> all(static_cast<size_t>(world_.world_size()));
     world_.control().all_gather(all.data(), &program_hash_, sizeof program_hash_);
-    for (size_t r = 0; r < all.size(); ++r) {
-      TESSERA_CHECK_AS(CommError, all[r] == program_hash_,
-                       "fsdp: rank {} and rank {} have issued different collectives in step {}",
-                       world_.rank(), r, step_);
+    for (const uint64_t theirs : all) {
+      if (theirs != program_hash_) throw_disagreement();
     }
   }
   ++step_;
   program_hash_ = 0;
   num_issued_ = 0;
   program_.clear();
+  program_nbytes_.clear();
 }
 
 void Scheduler::all_reduce_scalars(const Tensor& values) {

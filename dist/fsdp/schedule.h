@@ -40,6 +40,11 @@ class Scheduler {
   void for_each_full(Fsdp::State state,
                      const std::function<void(const std::string&, const Tensor&)>& f);
   void load_full(const std::function<Tensor(const std::string& name)>& values);
+  // guards.cc
+  void hold_unsharded(Unit& unit);
+  void end_hold(Unit& unit, bool was_unsharded, const std::vector<bool>& is_written);
+  void begin_no_sync();
+  void end_no_sync() { --num_no_sync_; }
   std::string unit_of(const nn::Module& module) const;
   std::string summary() const;
   std::string program() const;
@@ -72,6 +77,7 @@ class Scheduler {
   };
 
   void resolve_options();
+  bool reshards_after_forward() const;
   void make_lanes();
   void make_units(nn::Module& root);
   void make_pools();
@@ -99,6 +105,7 @@ class Scheduler {
   void gather(Unit& unit, const char* phase);
   Unit& unit_at(int position) const;
   void note(const char* what, const Unit& unit);
+  [[noreturn]] void throw_disagreement();
   void agree_on_order();
 
   World& world_;
@@ -111,6 +118,7 @@ class Scheduler {
   std::vector<std::pair<const nn::Module*, std::string>> unit_of_module_;
   std::vector<std::pair<nn::Module*, Unit*>> hooked_;
   nn::Module* root_;
+  std::vector<std::string> deferred_ignored_;  // parameters that had no bytes
 
   std::vector<Turn> order_;  // the program of a forward
   bool is_order_known_ = false;
@@ -121,12 +129,14 @@ class Scheduler {
   int64_t tick_ = 0;
   bool in_backward_ = false;
   bool is_last_micro_batch_ = true;
+  int num_no_sync_ = 0;      // guards alive
   std::vector<Unit*> held_;  // unsharded, between calls
   Event shards_ready_;       // the shards hold what gathers shall send
   int64_t step_ = 0;
   uint64_t program_hash_ = 0;
   int64_t num_issued_ = 0;
   std::vector<std::string> program_;
+  std::vector<int64_t> program_nbytes_;
 
   std::vector<std::pair<Tensor, Tensor>> norm_inputs_;  // own gradient part, its segments
   std::vector<Group*> norm_groups_;                     // whose part that is

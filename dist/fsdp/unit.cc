@@ -193,9 +193,15 @@ void Unit::unshard(const Event& shards_ready, int64_t step, const char* phase) {
     lanes_.wait(stream, gathered_slot_->is_free, WaitPoint::kSlotFree);
   }
   lanes_.wait(stream, shards_ready, WaitPoint::kShardsReady);
+  if (has_part_) stream.wait(is_part_saved_);
   for (Group& g : groups_) {
     if (!is_own) {
       g.full->attach(bytes(gathered_slot_->memory, g.slot_offset), gathered_slot_->memory);
+    }
+    if (has_part_) {
+      lanes_.part_comm->all_gather(stream, g.full->data(), g.part.raw_data(), g.part.numel(),
+                                   g.layout.dtype, {phase, static_name_, step});
+      continue;
     }
     const void* shard = g.shard.raw_data();
     if (lanes_.offloads_parameters()) {
@@ -222,11 +228,14 @@ void Unit::wait_for_unshard() {
 
 void Unit::reshard() {
   if (!is_unsharded_) return;
+  is_reshard_due = num_holds > 0;
+  if (is_reshard_due) return;
   if (residence_ != Residence::kReshard) {
     is_unsharded_ = !is_stale_ || residence_ == Residence::kWhole;
     return;
   }
   wait_for_unshard();
+  if (lanes_.part_comm != nullptr && !has_part_) save_part();
   if (lanes_.poison) {  // released slots are filled with NaN in stream order
     for (const Group& g : groups_) {
       fill_bytes(lanes_.compute, g.full->data(), g.layout.numel, g.layout.dtype,
@@ -238,8 +247,31 @@ void Unit::reshard() {
   is_unsharded_ = false;
 }
 
+/// Keeps this rank's 1 / part_size of the gathered parameters for the next gathers.
+void Unit::save_part() {
+  for (Group& g : groups_) {
+    const int64_t numel = g.layout.numel / lanes_.part_size;
+    const int64_t begin = lanes_.shard_rank % lanes_.part_size * numel;
+    if (!g.part.is_defined()) {
+      MemoryScope scope(MemoryClass::kGathered);
+      g.part = empty({numel}, g.layout.dtype);
+    }
+    kernels::copy(lanes_.compute, {g.part.raw_data(),
+                                   bytes(g.full, nbytes_of(begin, g.layout.dtype)),
+                                   g.layout.dtype,
+                                   g.layout.dtype,
+                                   {numel},
+                                   {1},
+                                   {1},
+                                   false});
+  }
+  is_part_saved_ = lanes_.compute.record();
+  has_part_ = true;
+}
+
 void Unit::invalidate() {
   is_stale_ = true;
+  has_part_ = false;
   if (residence_ == Residence::kWhole || !is_unsharded_) return;
   // Whatever still computes with the gathered values has been submitted: the next gather into
   // the same memory waits for it by the event that the caller passes to `unshard`.
@@ -308,6 +340,7 @@ void Unit::reduce(bool is_last, int64_t step) {
     g.is_written.assign(g.is_written.size(), false);
     if (lanes_.reproducible) begin_leaf(g);
   }
+  add_kept_gradients();
   const Event ready = lanes_.compute.record();
   for (Group& g : groups_) {
     if (!g.layout.is_trainable || is_direct_) continue;
@@ -327,6 +360,7 @@ void Unit::reduce(bool is_last, int64_t step) {
   }
   has_full_grad_ = is_direct_ = false;
   has_shard_grad_ = true;
+  is_finished_ = false;
   has_outer_sum_ = has_outer_sum_ || is_last;
 }
 
@@ -449,6 +483,8 @@ bool Unit::has_partial_sums() const {
 }
 
 void Unit::finish_gradients(int64_t step) {
+  if (is_finished_) return;
+  is_finished_ = true;
   const bool is_outer_due = has_partial_sums();
   for (Group& g : groups_) {
     if (!g.layout.is_trainable) continue;
@@ -487,7 +523,7 @@ void Unit::finish_gradients(int64_t step) {
 void Unit::zero_grad() {
   discard_gradients();
   for (Group& g : groups_) g.leaves.reset();
-  has_shard_grad_ = has_outer_sum_ = false;
+  has_shard_grad_ = has_outer_sum_ = has_unreduced_ = is_reduce_due_ = is_finished_ = false;
 }
 
 void Unit::discard_gradients() {

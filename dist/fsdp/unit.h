@@ -39,8 +39,10 @@ struct Lanes {
   Stream all_reduce;      // hybrid: the outer reduction while the next unit reduces inside
   std::unique_ptr<Comm> gather_comm;     // of the shard group; null if it has one rank
   std::unique_ptr<Comm> reduce_comm;     // of the shard group; null: gather_comm does both
+  std::unique_ptr<Comm> part_comm;       // of part_size neighbours in the shard group; or null
   std::unique_ptr<Comm> replicate_comm;  // of the ranks with the same shard; null if there is one
   int shard_size = 1, shard_rank = 0;
+  int part_size = 1;  // reshard_after_forward = part_size
   int replicate_size = 1, replicate_rank = 0;
   DType reduce_dtype = kF32, wire_dtype = kF32;
   GradSync sync = GradSync::kEveryMicroBatch;
@@ -87,6 +89,8 @@ struct Group {
   std::shared_ptr<Storage> full_grad;             // gradients before the reduce
   DType grad_dtype = kF32;                        // of full_grad
   int64_t slot_offset = 0, grad_slot_offset = 0;  // bytes
+  Tensor part;       // 1 / part_size of the gathered parameters, kept for the next gathers
+  Tensor unreduced;  // f32: gradients of the whole group that `no_sync` keeps here
   std::vector<bool> is_written;  // a placement's gradient, since the slot was acquired
   LeafTree leaves;               // reproducible: this rank's part of the step's sum
 };
@@ -115,12 +119,19 @@ class Unit {
   /// Releases the slot (kReshard) once the compute stream is done with it.
   void reshard();
   bool is_unsharded() const { return is_unsharded_; }
+  /// This rank's part of the full parameters becomes that of its shards, where a placement (in the
+  /// order of groups) is written (guards.cc).
+  void write_shards(const std::vector<bool>& is_written);
   /// The shards changed: what is gathered is out of date.
   void invalidate();
 
   /// Sends the gradients of this backward on their way and adds them to the gradient shard. Ranges
   /// that nobody wrote count as zero. `is_last`: of the step's micro-batches.
   void reduce(bool is_last, int64_t step);
+  /// Instead of `reduce`: they stay on this rank, in f32, for the next reduce (guards.cc).
+  void keep_gradients();
+  /// A reduce would have something to send that no later backward sends.
+  bool is_reduce_due() const { return is_reduce_due_ || (keeps_full_grad_ && has_full_grad_); }
   /// All parts of the gradient shard are complete for tasks of the compute stream after this.
   void finish_gradients(int64_t step);
   /// The next gradients replace the shard's instead of adding to it.
@@ -145,6 +156,9 @@ class Unit {
   // Calls of the unit's modules that the scheduler counts.
   int active_calls = 0;  // forwards running now
   int open_calls = 0;    // calls of this pass whose backward is not over
+  // Guards that keep it unsharded, and whether it shall be resharded when they are gone.
+  int num_holds = 0;
+  bool is_reshard_due = false;
 
  private:
   class Sink;
@@ -152,6 +166,8 @@ class Unit {
   void make_views();
   GradDst gradient_destination(size_t group, size_t placement);
   void acquire_gradient_slot();
+  void save_part();
+  void add_kept_gradients();
   void zero_unwritten(Group& g);
   void reduce_group(Group& g, const Event& ready, bool is_last, int64_t step);
   void reduce_over_replicas(Group& g, int64_t step);
@@ -173,9 +189,13 @@ class Unit {
   bool is_unsharded_ = false, is_waited_ = false, is_stale_ = true;
   bool has_full_grad_ = false;   // full_grad holds gradients of this backward (or step: kLast)
   bool has_shard_grad_ = false;  // the gradient shard holds gradients of this step
+  bool is_finished_ = false;     // and all of them
   bool has_outer_sum_ = false;   // kShard: its own part is summed over replicas already
+  bool has_part_ = false;        // parts hold what the shards hold
+  bool has_unreduced_ = false;   // this rank's unreduced holds gradients of this step
+  bool is_reduce_due_ = false;   // some rank's does
   bool is_direct_ = false;       // full_grad is the gradient shard itself
-  Event is_reduced_;
+  Event is_reduced_, is_part_saved_;
 };
 
 /// A copy of `text` that lives for ever (names for traces and the watchdog).

@@ -98,6 +98,7 @@ FsdpResult run_fsdp(dist::World& world, const FsdpRun& run) {
         random_state().op_index = 0;
       }
       fsdp->begin_micro_batch(a, run.num_micro_batches);
+      const std::shared_ptr<void> scope = run.scope ? run.scope(a, *fsdp, *model) : nullptr;
       LossSum loss = model->loss(ids_BT, targets_BT, {}, {.grad_scale = scale});
       losses.push_back(loss.sum.detach());
       backward(loss.sum, scale);

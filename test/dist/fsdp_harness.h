@@ -2,6 +2,8 @@
 
 #include <functional>
 #include <map>
+#include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -28,7 +30,9 @@ struct FsdpRun {
   bool with_eval = false;  ///< evaluates between micro-batches
   bool twice = false;      ///< runs forward and backward of each micro-batch twice
   bool ragged = false;     ///< samples have unequal numbers of valid targets, also none
-  std::function<void(nn::LanguageModel&)> prepare;          ///< before fully_shard (freezing)
+  std::function<void(nn::LanguageModel&)> prepare;  ///< before fully_shard (freezing)
+  /// Before each micro-batch; what it returns lives until the micro-batch is over (guards).
+  std::function<std::shared_ptr<void>(int micro_batch, dist::Fsdp&, nn::LanguageModel&)> scope;
   std::function<void(dist::Fsdp&, dist::World&)> on_ready;  ///< before step 0
   /// After the optimizer, before `end_step`: gradients and program of the step are still there.
   std::function<void(int step, dist::Fsdp&, dist::World&)> on_step;
