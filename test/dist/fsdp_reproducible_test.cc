@@ -1,5 +1,6 @@
 #include <cmath>
 
+#include "core/autograd.h"
 #include "core/elementary/kernel.h"
 #include "dist/comm/sum.h"
 #include "dist/fsdp/reproducible.h"
@@ -55,7 +56,37 @@ TEST_CASE("reproducible: other strategies, wrapping, ragged data and 12 micro-ba
   }
 }
 
-TEST_CASE("reproducible: low-precision gradients and p-norms", "[fsdp]") {
+TEST_CASE("reproducible: offload, recompute, evaluation and frozen parameters change no bit",
+          "[fsdp]") {
+  FsdpRun run;
+  run.fsdp.reproducible = true;
+  run.fsdp.precision.param_dtype = kBF16;
+  run.fsdp.precision.reduce_dtype = kF32;
+  run.samples_per_step = run.num_micro_batches = 8;
+  run.prepare = [](nn::LanguageModel& model) {
+    for (const nn::NamedParameter& p : model.named_parameters()) {
+      if (p.name.find("attn.out") != std::string::npos)
+        p.parameter->tensor.set_requires_grad(false);
+    }
+  };
+  const FsdpResult expected = run_fsdp_on_threads(1, run);
+  run.with_eval = true;
+  run.recompute.kind = nn::RecomputePolicy::Kind::kSelective;
+  for (const dist::Offload offload :
+       {dist::Offload::kOptimizer, dist::Offload::kParamsAndOptimizer}) {
+    for (const int world : {1, 2, 4}) {
+      run.fsdp.offload = offload;
+      run.fsdp.offload_window = 256;
+      run.fsdp.strategy = world == 4 ? Strategy::kHybridShard : Strategy::kFullShard;
+      run.fsdp.shard_size = world == 4 ? 2 : 0;
+      run.num_micro_batches = 8 / world;
+      check_same(run_fsdp_on_threads(world, run), expected,
+                 fmt::format("offload {} on {} ranks", name_of(offload), world));
+    }
+  }
+}
+
+TEST_CASE("reproducible: low-precision gradients", "[fsdp]") {
   for (const DType wire : {kBF16, kF32}) {
     FsdpRun run;
     run.fsdp.reproducible = true;
@@ -128,6 +159,29 @@ TEST_CASE("reproducible: log2(micro-batches) - 1 buffers, kept from step to step
       tree.reset();
     }
   }
+}
+
+TEST_CASE("reproducible: a second backward of a micro-batch is an error", "[fsdp]") {
+  FsdpRun run;
+  run.fsdp.reproducible = true;
+  nn::LanguageModel* model = nullptr;
+  run.prepare = [&](nn::LanguageModel& m) { model = &m; };
+  std::string message;
+  run.on_ready = [&](dist::Fsdp& fsdp, dist::World&) {
+    const Tensor ids_BT = zeros({1, 4}, kI32);
+    const auto pass = [&] { backward(model->loss(ids_BT, ids_BT).sum); };
+    fsdp.begin_micro_batch(0, 2);
+    pass();
+    fsdp.begin_micro_batch(1, 2);
+    pass();
+    message = error_of(pass);
+    fsdp.end_step();
+  };
+  run.num_steps = 0;
+  run_fsdp_on_threads(1, run);
+  CHECK_THAT(message, Catch::Contains("train.reproducible: unit head has the gradients of 2 "
+                                      "backwards before that of micro-batch 1, expected one a "
+                                      "micro-batch, each after begin_micro_batch"));
 }
 
 TEST_CASE("reproducible: what cannot give the same bits is refused", "[fsdp]") {
