@@ -1,0 +1,453 @@
+// tessera-bench-fsdp: what sharding is for, measured on thread ranks of this machine.
+//   overlap  communication that compute waits for, with prefetch 0, 1 and 2, over a network with
+//            latency and bandwidth (each unit computes for longer than it communicates)
+//   batch    one memory limit for every rank: the largest micro-batch under no_shard and full_shard
+//   memory   bytes of parameters, gradients and optimizer states a parameter, by strategy and world
+
+#include <fmt/format.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <map>
+#include <mutex>
+#include <nlohmann/json.hpp>
+#include <set>
+
+#include "core/autograd.h"
+#include "core/profiler.h"
+#include "core/runtime/cpu_check.h"
+#include "dist/comm/local.h"
+#include "dist/fsdp/fully_shard.h"
+#include "nn/llama.h"
+#include "optim/adamw.h"
+
+namespace tessera::apps {
+namespace {
+
+using dist::Strategy;
+using nlohmann::json;
+
+struct Workload {
+  nn::LlamaConfig model;
+  dist::FsdpOptions fsdp;
+  int64_t micro_batch = 4;
+};
+
+nn::LlamaConfig llama(int64_t layers, int64_t width, int64_t context) {
+  nn::LlamaConfig c;
+  c.vocab_size = 256;
+  c.context_length = context;
+  c.num_layers = layers;
+  c.num_heads = width / 32;
+  c.width = width;
+  return c;
+}
+
+/// The model of one rank and its training, on the same random tokens in each step.
+class Training {
+ public:
+  Training(dist::World& world, const Workload& work) : world_(world), work_(work) {
+    {
+      nn::DeferredInit deferred;
+      model_ = std::make_unique<nn::Llama>(work.model);
+    }
+    fsdp_ = dist::fully_shard(*model_, world, work.fsdp);
+    fsdp_->initialize(1);
+    optimizer_ = std::make_unique<optim::AdamW>(fsdp_->shards(), optim::AdamWOptions{});
+    const int64_t B = work.micro_batch, T = work.model.context_length;
+    std::vector<int32_t> ids, targets;
+    for (int64_t i = 0; i < B * T; ++i) {
+      const int64_t token = (i * i + 7 * world.rank()) % work.model.vocab_size;
+      ids.push_back(static_cast<int32_t>(token));
+      targets.push_back(static_cast<int32_t>((token + 1) % work.model.vocab_size));
+    }
+    ids_BT_ = from_values(std::span<const int32_t>(ids), {B, T});
+    targets_BT_ = from_values(std::span<const int32_t>(targets), {B, T});
+    scale_ = full({}, 1.0 / static_cast<double>(B * T * world.world_size()));
+  }
+
+  /// This rank's part of the loss, which the device computes yet.
+  Tensor step() {
+    const LossSum loss = model_->loss(ids_BT_, targets_BT_, {}, {.grad_scale = scale_});
+    backward(loss.sum, scale_);
+    const dist::ClippedNorm clip = fsdp_->clip_grad_norm(1.0);
+    optimizer_->step(1e-3f, clip.factor, clip.found_inf);
+    fsdp_->end_step();
+    return loss.sum.detach();
+  }
+
+  /// All ranks are done with what was submitted.
+  void finish() {
+    Context::current()->compute().synchronize();
+    world_.control().barrier();
+  }
+
+  const dist::Fsdp& fsdp() const { return *fsdp_; }
+
+ private:
+  dist::World& world_;
+  Workload work_;
+  std::unique_ptr<nn::Llama> model_;
+  std::unique_ptr<dist::Fsdp> fsdp_;
+  std::unique_ptr<optim::AdamW> optimizer_;
+  Tensor ids_BT_, targets_BT_, scale_;
+};
+
+dist::LocalOptions local_options() {
+  dist::LocalOptions options;
+  options.context.poison = options.context.order_check = false;
+  return options;
+}
+
+double ms(int64_t ns) {
+  return static_cast<double>(ns) * 1e-6;
+}
+
+// ---- overlap
+
+struct Exposure {
+  double step_ms = 0;
+  double exposed_ms = 0;          // a step and rank: compute waits while a transfer goes on
+  double compute_ms_a_unit = 0;   // of forward or backward
+  double transfer_ms_a_unit = 0;  // the network's part of a gather
+};
+
+struct Interval {
+  int64_t begin, end;
+};
+
+/// When collective i was on the network: from when its last rank had come to it, so that waiting
+/// for a rank that computes more slowly than the others does not count as communication.
+std::vector<Interval> transfers(const std::vector<TraceEvent>& events, std::string_view name,
+                                const std::set<int>& compute_ids) {
+  std::map<int, size_t> num_seen;  // by stream: one a rank, each with the same collectives
+  std::vector<Interval> all;
+  for (const TraceEvent& e : events) {
+    if (e.name != name || compute_ids.count(e.stream_id) != 0) continue;
+    const size_t i = num_seen[e.stream_id]++;
+    if (i == all.size()) all.push_back({e.begin_ns, e.end_ns});
+    all[i] = {std::max(all[i].begin, e.begin_ns), std::max(all[i].end, e.end_ns)};
+  }
+  return all;
+}
+
+/// How long the compute streams wait while a transfer goes on.
+int64_t exposed_ns(const std::vector<TraceEvent>& events, const std::set<int>& compute_ids) {
+  std::vector<Interval> all = transfers(events, "all_gather", compute_ids);
+  const std::vector<Interval> reduces = transfers(events, "reduce_scatter", compute_ids);
+  all.insert(all.end(), reduces.begin(), reduces.end());
+  std::sort(all.begin(), all.end(),
+            [](const Interval& a, const Interval& b) { return a.begin < b.begin; });
+  int64_t total = 0;
+  for (const TraceEvent& e : events) {
+    if (std::string_view(e.name) != "wait" || compute_ids.count(e.stream_id) == 0) continue;
+    int64_t from = e.begin_ns;  // what overlaps counts once
+    for (const Interval& t : all) {
+      const int64_t begin = std::max(from, t.begin), end = std::min(e.end_ns, t.end);
+      if (begin >= end) continue;
+      total += end - begin;
+      from = end;
+    }
+  }
+  return total;
+}
+
+/// What the compute streams compute.
+int64_t kernel_ns(const std::vector<TraceEvent>& events, const std::set<int>& compute_ids) {
+  int64_t total = 0;
+  for (const TraceEvent& e : events) {
+    const std::string_view name = e.name;
+    const bool is_kernel = name != "wait" && name != "all_gather" && name != "all_reduce";
+    if (is_kernel && compute_ids.count(e.stream_id) != 0) total += e.end_ns - e.begin_ns;
+  }
+  return total;
+}
+
+Exposure measure_overlap(int prefetch, int num_ranks) {
+  constexpr int kSteps = 6;
+  Workload work;
+  work.model = llama(/*layers=*/24, /*width=*/128, /*context=*/64);
+  work.micro_batch = 16;
+  work.fsdp.prefetch_forward = work.fsdp.prefetch_backward = prefetch;
+  dist::LocalOptions options = local_options();
+  options.latency_us = 2000;
+  options.bandwidth_bytes_per_s = 2e9;
+  std::set<int> compute_ids;
+  std::mutex mutex;
+  Exposure result;
+  dist::run_ranks(num_ranks, options, [&](dist::World& world) {
+    Training training(world, work);
+    training.step();
+    training.step();
+    training.finish();
+    {
+      std::lock_guard lock(mutex);
+      compute_ids.insert(Context::current()->compute().id());
+    }
+    world.control().barrier();
+    // Of several steps the least disturbed one counts: other programs only ever add waiting.
+    for (int i = 0; i < kSteps; ++i) {
+      if (world.rank() == 0) profiler::start();
+      world.control().barrier();
+      const int64_t begin = profiler::now_ns();
+      training.step();
+      training.finish();
+      if (world.rank() == 0) {
+        profiler::stop();
+        const std::vector<TraceEvent> events = profiler::events();
+        const double exposed = ms(exposed_ns(events, compute_ids)) / num_ranks;
+        if (i == 0 || exposed < result.exposed_ms) {
+          result.exposed_ms = exposed;
+          result.step_ms = ms(profiler::now_ns() - begin);
+          result.compute_ms_a_unit =
+              ms(kernel_ns(events, compute_ids)) / num_ranks / (2 * training.fsdp().num_units());
+        }
+      }
+      world.control().barrier();
+    }
+  });
+  const int64_t width = work.model.width;
+  const double nbytes = 4.0 * static_cast<double>(12 * width * width) / num_ranks;
+  result.transfer_ms_a_unit =
+      options.latency_us * 1e-3 + 1e3 * nbytes * (num_ranks - 1) / options.bandwidth_bytes_per_s;
+  return result;
+}
+
+bool bench_overlap(bool as_json) {
+  constexpr int kRanks = 2;
+  if (!as_json) {
+    fmt::print(
+        "overlap: 24 blocks on {} ranks, a network of 2 ms latency and 2 GB/s\n"
+        "  prefetch   step ms  exposed ms  of prefetch 0  compute ms a unit  transfer ms a unit\n",
+        kRanks);
+  }
+  double first = 0;
+  bool ok = true;
+  for (const int prefetch : {0, 1, 2}) {
+    const Exposure e = measure_overlap(prefetch, kRanks);
+    if (prefetch == 0) first = e.exposed_ms;
+    const double ratio = e.exposed_ms / first;
+    if (prefetch > 0 && e.compute_ms_a_unit > e.transfer_ms_a_unit) ok = ok && ratio < 0.1;
+    if (as_json) {
+      fmt::print("{}\n", json{{"bench", "overlap"},
+                              {"prefetch", prefetch},
+                              {"step_ms", e.step_ms},
+                              {"exposed_ms", e.exposed_ms},
+                              {"exposed_ratio", ratio},
+                              {"compute_ms_a_unit", e.compute_ms_a_unit},
+                              {"transfer_ms_a_unit", e.transfer_ms_a_unit}}
+                             .dump());
+    } else {
+      fmt::print("  {:>8}  {:>8.1f}  {:>10.2f}  {:>12.1f}%  {:>17.2f}  {:>18.2f}\n", prefetch,
+                 e.step_ms, e.exposed_ms, 100 * ratio, e.compute_ms_a_unit, e.transfer_ms_a_unit);
+    }
+  }
+  return ok;
+}
+
+// ---- batch
+
+struct BatchRun {
+  bool runs = false;
+  double step_ms = 0, first_loss = 0, last_loss = 0;
+};
+
+/// Whether `micro_batch` samples a rank fit the limit, and how fast they train.
+BatchRun try_batch(Workload work, int64_t micro_batch, int64_t limit, int num_ranks, int steps) {
+  work.micro_batch = micro_batch;
+  dist::LocalOptions options = local_options();
+  options.context.memory_limit = limit;
+  BatchRun result;
+  try {
+    dist::run_ranks(num_ranks, options, [&](dist::World& world) {
+      Training training(world, work);
+      const double first = training.step().item();
+      double last = training.step().item();
+      training.finish();
+      const int64_t begin = profiler::now_ns();
+      for (int i = 0; i < steps; ++i) last = training.step().item();
+      training.finish();
+      if (world.rank() != 0) return;
+      const auto tokens = static_cast<double>(micro_batch * work.model.context_length);
+      result = {true, ms(profiler::now_ns() - begin) / std::max(steps, 1), first / tokens,
+                last / tokens};
+    });
+  } catch (const OutOfMemoryError&) {
+    result.runs = false;
+  }
+  return result;
+}
+
+int64_t largest_batch(const Workload& work, int64_t limit, int num_ranks) {
+  const auto runs = [&](int64_t batch) {
+    return batch == 0 || try_batch(work, batch, limit, num_ranks, 0).runs;
+  };
+  int64_t good = 0, bad = 1;
+  while (runs(bad)) good = bad, bad *= 2;
+  while (bad - good > std::max<int64_t>(1, good / 8)) {
+    const int64_t middle = (good + bad) / 2;
+    (runs(middle) ? good : bad) = middle;
+  }
+  return good;
+}
+
+bool bench_batch(bool as_json) {
+  constexpr int kRanks = 4;
+  constexpr int64_t kLimit = int64_t{64} << 20;
+  Workload work;
+  work.model = llama(/*layers=*/4, /*width=*/256, /*context=*/32);
+  Workload larger = work;
+  larger.model.num_layers = 8;
+  if (!as_json) {
+    fmt::print(
+        "batch: {} ranks with {} each, Llama of width 256, 32 tokens a sample\n"
+        "  strategy    blocks  largest micro-batch   step ms  samples/s\n",
+        kRanks, format_nbytes(kLimit));
+  }
+  int64_t batches[2] = {};
+  bool ok = true;
+  int row = 0;
+  for (const Strategy strategy : {Strategy::kNoShard, Strategy::kFullShard}) {
+    work.fsdp.strategy = larger.fsdp.strategy = strategy;
+    const int64_t batch = batches[row++] = largest_batch(work, kLimit, kRanks);
+    const BatchRun run = try_batch(work, std::max<int64_t>(batch, 1), kLimit, kRanks, 3);
+    const double rate = static_cast<double>(batch * kRanks) / (run.step_ms * 1e-3);
+    // The larger model: whether it starts at all, and whether it learns.
+    const BatchRun large = try_batch(larger, 1, kLimit, kRanks, 5);
+    const bool learns = large.runs && large.last_loss < large.first_loss;
+    ok = ok && run.runs && learns == (strategy == Strategy::kFullShard);
+    if (as_json) {
+      fmt::print("{}\n", json{{"bench", "batch"},
+                              {"strategy", name_of(strategy)},
+                              {"ranks", kRanks},
+                              {"limit_bytes", kLimit},
+                              {"micro_batch", batch},
+                              {"step_ms", run.step_ms},
+                              {"samples_per_s", rate},
+                              {"larger_model_trains", learns}}
+                             .dump());
+      continue;
+    }
+    fmt::print("  {:<10}  {:>6}  {:>19}  {:>8.1f}  {:>9.1f}\n", name_of(strategy),
+               work.model.num_layers, batch, run.step_ms, rate);
+    if (large.runs) {
+      fmt::print("  {:<10}  {:>6}  trains: loss {:.3f} -> {:.3f} nats a token in 7 steps of 1\n",
+                 name_of(strategy), larger.model.num_layers, large.first_loss, large.last_loss);
+    } else {
+      fmt::print("  {:<10}  {:>6}  out of memory with 1 sample\n", name_of(strategy),
+                 larger.model.num_layers);
+    }
+  }
+  if (!as_json) {
+    fmt::print(
+        "  full_shard runs a batch {:.1f} times as large\n",
+        static_cast<double>(batches[1]) / static_cast<double>(std::max<int64_t>(1, batches[0])));
+  }
+  return ok && batches[1] >= 2 * batches[0];
+}
+
+// ---- memory
+
+/// Bytes of parameters, gradients and states a parameter on one rank.
+double expected_bytes(Strategy strategy, bool is_bf16, int world, int shard_size) {
+  const double states = is_bf16 ? 18 : 16;
+  switch (strategy) {
+    case Strategy::kNoShard:
+      return states;
+    case Strategy::kShardOptim:  // parameters and f32 gradients are whole
+      return is_bf16 ? 6 + 16.0 / world : 8 + 12.0 / world;
+    default:
+      return states / shard_size;
+  }
+}
+
+bool bench_memory(bool as_json) {
+  if (!as_json) {
+    fmt::print(
+        "memory: bytes a parameter of parameters, gradients and AdamW states on a rank (expected)\n"
+        "  strategy            dtype  {:>18}{:>18}{:>18}{:>18}\n",
+        "1 rank", "2 ranks", "4 ranks", "8 ranks");
+  }
+  bool ok = true;
+  for (const Strategy strategy :
+       {Strategy::kFullShard, Strategy::kShardGradOp, Strategy::kShardOptim, Strategy::kNoShard,
+        Strategy::kHybridShard, Strategy::kHybridShardZero2}) {
+    for (const bool is_bf16 : {false, true}) {
+      std::string line =
+          fmt::format("  {:<18}  {:<5}  ", name_of(strategy), is_bf16 ? "bf16" : "f32");
+      for (const int world_size : {1, 2, 4, 8}) {
+        Workload work;
+        work.model = llama(/*layers=*/2, /*width=*/256, /*context=*/8);
+        work.micro_batch = 1;
+        work.fsdp.strategy = strategy;
+        work.fsdp.precision.param_dtype = is_bf16 ? kBF16 : kF32;
+        const bool is_hybrid =
+            strategy == Strategy::kHybridShard || strategy == Strategy::kHybridShardZero2;
+        const int shard_size = is_hybrid ? std::max(1, world_size / 2) : world_size;
+        if (is_hybrid) work.fsdp.shard_size = shard_size;
+        double actual = 0;
+        dist::run_ranks(world_size, local_options(), [&](dist::World& world) {
+          Training training(world, work);
+          training.step();
+          training.finish();
+          if (world.rank() != 0) return;
+          const auto by_class = Context::current()->allocator()->stats().allocated_by_class;
+          int64_t nbytes = 0;
+          for (const MemoryClass c :
+               {MemoryClass::kParameters, MemoryClass::kGradients, MemoryClass::kOptimizer}) {
+            nbytes += by_class[static_cast<size_t>(c)];
+          }
+          actual =
+              static_cast<double>(nbytes) / static_cast<double>(training.fsdp().num_parameters());
+        });
+        const double expected = expected_bytes(strategy, is_bf16, world_size, shard_size);
+        ok = ok && std::abs(actual - expected) <= 0.01 * expected;
+        line += fmt::format("  {:>6.3f} ({:>6.3f})", actual, expected);
+        if (as_json) {
+          fmt::print("{}\n", json{{"bench", "memory"},
+                                  {"strategy", name_of(strategy)},
+                                  {"param_dtype", is_bf16 ? "bf16" : "f32"},
+                                  {"world_size", world_size},
+                                  {"shard_size", shard_size},
+                                  {"bytes_per_parameter", actual},
+                                  {"expected", expected}}
+                                 .dump());
+        }
+      }
+      if (!as_json) fmt::print("{}\n", line);
+    }
+  }
+  return ok;
+}
+
+int run(int argc, char** argv) {
+  CLI::App app{"What sharding is for, measured on thread ranks. Exit status 1 if a claim fails."};
+  std::vector<std::string> names;
+  bool as_json = false;
+  app.add_option("bench", names, "overlap, batch, memory; default: all of them")
+      ->check(CLI::IsMember({"overlap", "batch", "memory"}));
+  app.add_flag("--json", as_json, "one object a line instead of tables");
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    return app.exit(error) == 0 ? 0 : 2;
+  }
+  if (names.empty()) names = {"overlap", "batch", "memory"};
+  bool ok = true;
+  for (const std::string& name : names) {
+    const bool holds = name == "overlap" ? bench_overlap(as_json)
+                       : name == "batch" ? bench_batch(as_json)
+                                         : bench_memory(as_json);
+    if (!holds) fmt::print(stderr, "{}: the claim does not hold here\n", name);
+    ok = ok && holds;
+  }
+  return ok ? 0 : 1;
+}
+
+}  // namespace
+}  // namespace tessera::apps
+
+int main(int argc, char** argv) {
+  tessera::check_processor();
+  return tessera::apps::run(argc, argv);
+}
