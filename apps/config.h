@@ -43,7 +43,7 @@ struct SampleConfig {
 struct OptimConfig {
   std::string name = "adamw", schedule = "cosine";
   double lr = 1e-3, final_lr = 1e-4, beta1 = 0.9, beta2 = 0.95, eps = 1e-8, weight_decay = 0.1;
-  double momentum = 0.9, clip = 1.0;
+  double momentum = 0.9, clip = 1.0, clip_p = 2;
   int64_t warmup_steps = 0, decay_steps = 0;
 };
 struct FsdpConfig {
@@ -51,10 +51,15 @@ struct FsdpConfig {
   int64_t wrap_every = 2, min_num_params = 1000000, shard_size = 0;
   std::string sync_every_micro_batch = "auto";
   int64_t prefetch_forward = 1, prefetch_backward = 1, communicators = 2;
+  std::string offload = "none";
+  std::string wire_dtype = "same";
 };
 struct PrecisionConfig {
-  std::string param_dtype = "f32", reduce_dtype = "f32";
-  bool norm_fp32 = false;
+  std::string param_dtype = "f32", reduce_dtype = "f32", output_dtype = "same";
+  std::string buffer_dtype = "same", loss_scale = "auto";
+  bool cast_forward_inputs = true, norm_fp32 = false;
+  double loss_scale_init = 65536;
+  int64_t loss_scale_interval = 2000;
 };
 struct RecomputeConfig {
   std::string policy = "none";
@@ -71,7 +76,9 @@ struct DistConfig {
   double timeout = 600;
 };
 struct DebugConfig {
-  bool poison = false, order_check = false;
+  bool poison = false, order_check = false, dist = false;
+  std::string trace;
+  int64_t trace_from = 3, trace_steps = 3;
 };
 
 struct Config {

@@ -21,7 +21,11 @@ struct StepMetrics {
   int64_t peak_bytes = 0;        ///< of this rank's device allocator since the start
   int64_t tokens = 0;            ///< trained on so far
   double step_ms = 0;
-  std::optional<double> mfu;  ///< model FLOPs utilization, 1 = peak
+  std::optional<double> mfu;         ///< model FLOPs utilization, 1 = peak
+  std::optional<double> loss_scale;  ///< of this step, where there is one
+  std::optional<int64_t> skipped;    ///< steps that changed nothing so far, where they may
+  /// How long compute waited for gathers and reduces in this step, milliseconds of this rank.
+  std::optional<double> exposed_gather_ms, exposed_reduce_ms;
   std::optional<double> val_loss;
 };
 

@@ -17,11 +17,13 @@
 #include "core/autograd.h"
 #include "core/files.h"
 #include "core/log.h"
+#include "core/profiler.h"
 #include "core/random.h"
 #include "core/runtime/context.h"
 #include "core/runtime/order_check.h"
 #include "dist/checkpoint/safetensors.h"
 #include "dist/fsdp/fully_shard.h"
+#include "dist/fsdp/scaler.h"
 #include "nn/generate.h"
 #include "nn/gpt2.h"
 #include "nn/llama.h"
@@ -39,7 +41,25 @@ double seconds_since(Clock::time_point start) {
 }
 
 DType dtype_from_name(const std::string& name) {
-  return name == "bf16" ? kBF16 : kF32;
+  return name == "bf16" ? kBF16 : name == "f16" ? kF16 : kF32;
+}
+
+std::optional<DType> dtype_or_same(const std::string& name) {
+  return name == "same" ? std::nullopt : std::optional(dtype_from_name(name));
+}
+
+dist::LossScaleOptions loss_scale_options(const PrecisionConfig& config) {
+  using dist::LossScaling;
+  const bool is_auto = config.loss_scale == "auto";
+  dist::LossScaleOptions options;
+  options.scaling = config.loss_scale == "static" ? LossScaling::kStatic
+                    : config.loss_scale == "dynamic" || (is_auto && config.param_dtype == "f16")
+                        ? LossScaling::kDynamic
+                        : LossScaling::kNone;
+  options.init = config.loss_scale_init;
+  options.rule.interval = config.loss_scale_interval;
+  options.rule.min_scale = std::min(options.rule.min_scale, options.init);
+  return options;
 }
 
 nn::RecomputePolicy recompute_policy(const RecomputeConfig& config) {
@@ -68,10 +88,15 @@ dist::FsdpOptions fsdp_options(const Config& config) {
   options.prefetch_forward = static_cast<int>(config.fsdp.prefetch_forward);
   options.prefetch_backward = static_cast<int>(config.fsdp.prefetch_backward);
   options.communicators = static_cast<int>(config.fsdp.communicators);
+  options.offload = dist::offload_from_name(config.fsdp.offload);
   options.reproducible = config.train.reproducible;
   options.precision.norm_fp32 = config.precision.norm_fp32;
   options.precision.param_dtype = dtype_from_name(config.precision.param_dtype);
   options.precision.reduce_dtype = dtype_from_name(config.precision.reduce_dtype);
+  options.precision.wire_dtype = dtype_or_same(config.fsdp.wire_dtype);
+  options.precision.output_dtype = dtype_or_same(config.precision.output_dtype);
+  options.precision.buffer_dtype = dtype_or_same(config.precision.buffer_dtype);
+  options.precision.cast_forward_inputs = config.precision.cast_forward_inputs;
   return options;
 }
 
@@ -140,6 +165,8 @@ struct PendingStep {
   int64_t step = 0;
   double lr = 0;
   Tensor loss_sum, grad_norm, found_inf;
+  Tensor loss_scale;  // of this step; undefined without one
+  std::shared_ptr<const dist::ExposedTimes> exposed;
   Event done;
 };
 
@@ -180,6 +207,8 @@ class Trainer {
   void print_sample();
   void save_model();
   bool is_out_of_time();
+  void follow_trace(int64_t step);
+  void write_trace();
 
   Config config_;
   dist::World& world_;
@@ -193,7 +222,9 @@ class Trainer {
   std::unique_ptr<optim::Optimizer> optimizer_;
   std::optional<optim::Schedule> schedule_;
   std::unique_ptr<MetricsLog> log_;  // rank 0
-  Tensor grad_scale_;
+  std::optional<dist::LossScaler> scaler_;
+  int64_t num_skipped_ = 0;
+  bool is_tracing_ = false;
   Clock::time_point start_;
   std::deque<Clock::time_point> step_ends_;  // since the start or the last evaluation
 };
@@ -216,8 +247,7 @@ Trainer::Trainer(const Config& config, dist::World& world, std::atomic<int64_t>*
   fsdp_->initialize(static_cast<uint64_t>(config_.train.seed));
   optimizer_ = make_optimizer(config_.optim, fsdp_->shards());
   schedule_.emplace(make_schedule(config_));
-  // The mean over the step's targets of all ranks: folded in where the gradient starts.
-  grad_scale_ = full({}, 1.0 / static_cast<double>(tokens_per_step_));
+  scaler_.emplace(loss_scale_options(config_.precision));
   world_.control().verdict([&] {
     if (world_.rank() != 0) return;
     log_ = std::make_unique<MetricsLog>(MetricsLog::Options{.dir = config_.output.dir,
@@ -280,6 +310,8 @@ PendingStep Trainer::submit_step(int64_t step) {
   pending.step = step + 1;
   std::vector<Tensor> losses;
   const int64_t B = config_.train.micro_batch;
+  // The mean over the step's targets of all ranks: folded in where the gradient starts.
+  const Tensor grad_scale = scaler_->grad_scale(1.0 / static_cast<double>(tokens_per_step_));
   for (int64_t pass = 0; pass < grad_accum_steps_; ++pass) {
     const int64_t offset = (pass * world_.world_size() + world_.rank()) * B;
     const Batch batch = samples_->batch(step * samples_per_step_ + offset, B);
@@ -290,21 +322,27 @@ PendingStep Trainer::submit_step(int64_t step) {
     fsdp_->begin_micro_batch(static_cast<int>(pass), static_cast<int>(grad_accum_steps_));
     LinearCrossEntropyOptions loss_options;
     loss_options.ignore_index = kIgnoredTarget;
-    loss_options.grad_scale = grad_scale_;
+    loss_options.grad_scale = grad_scale;
     const Shape shape{batch.B, batch.T};
     const LossSum loss = model_->loss(from_values(std::span<const int32_t>(batch.inputs), shape),
                                       from_values(std::span<const int32_t>(batch.targets), shape),
                                       forward_options(batch), loss_options);
-    backward(loss.sum, grad_scale_);
+    backward(loss.sum, grad_scale);
     losses.push_back(loss.sum.detach().view({1}));
   }
-  const dist::ClippedNorm clip = fsdp_->clip_grad_norm(config_.optim.clip);
+  const dist::ClippedNorm clip =
+      fsdp_->clip_grad_norm(config_.optim.clip, config_.optim.clip_p, scaler_->scale());
   pending.lr = schedule_->lr(step);
   optimizer_->step(static_cast<float>(pending.lr), clip.factor, clip.found_inf);
   fsdp_->end_step();
   pending.loss_sum = fsdp_->sum_micro_batches(losses);
+  if (scaler_->options().scaling != dist::LossScaling::kNone) {
+    pending.loss_scale = scaler_->scale().clone();
+    scaler_->update(clip.found_inf);
+  }
   pending.grad_norm = clip.norm;
   pending.found_inf = clip.found_inf;
+  if (world_.world_size() > 1) pending.exposed = fsdp_->exposed_times();
   pending.done = current_stream().record();
   return pending;
 }
@@ -317,6 +355,10 @@ StepMetrics Trainer::finish_step(const PendingStep& pending) {
   m.loss = read_scalar(pending.loss_sum) / static_cast<double>(tokens_per_step_);
   m.grad_norm = read_scalar(pending.grad_norm);
   m.tokens = pending.step * tokens_per_step_;
+  if (pending.exposed != nullptr) {
+    m.exposed_gather_ms = pending.exposed->gather_ms();
+    m.exposed_reduce_ms = pending.exposed->reduce_ms();
+  }
   // The host sees steps end in bursts, so the rate is that of the last few.
   constexpr size_t kNumRateSteps = 16;
   step_ends_.push_back(Clock::now());
@@ -330,7 +372,16 @@ StepMetrics Trainer::finish_step(const PendingStep& pending) {
     m.mfu = m.tokens_per_second * model_->flops_per_token(config_.model.context) /
             (config_.output.peak_tflops * 1e12 * world_.world_size());
   }
-  if (read_scalar(pending.found_inf) != 0 || !std::isfinite(m.loss)) {
+  bool is_skipped = false;
+  if (pending.loss_scale.is_defined()) {
+    m.loss_scale = read_scalar(pending.loss_scale);
+    // A scale that can fall may help: the step was skipped and the next one starts lower.
+    is_skipped =
+        read_scalar(pending.found_inf) != 0 && *m.loss_scale > scaler_->options().rule.min_scale;
+    if (is_skipped) ++num_skipped_;
+    m.skipped = num_skipped_;
+  }
+  if (!is_skipped && (read_scalar(pending.found_inf) != 0 || !std::isfinite(m.loss))) {
     // The same numbers on every rank; the optimizer has left the states as they were.
     const NumericsError error(
         fmt::format("step {}: loss {}, gradient norm {}, expected finite numbers; nothing of this "
@@ -384,6 +435,29 @@ double Trainer::sum_in_sample_order(const std::vector<Tensor>& sums) {
   return total;
 }
 
+/// Called before a step is submitted: the timeline begins and ends between steps.
+void Trainer::follow_trace(int64_t step) {
+  const DebugConfig& d = config_.debug;
+  if (d.trace.empty()) return;
+  if (step + 1 == d.trace_from) {
+    Context::current()->compute().synchronize();
+    profiler::start();
+    is_tracing_ = true;
+  }
+  if (step + 1 == d.trace_from + d.trace_steps) write_trace();
+}
+
+void Trainer::write_trace() {
+  if (!is_tracing_) return;
+  is_tracing_ = false;
+  Context::current()->compute().synchronize();
+  profiler::stop();
+  const int rank = world_.rank();
+  const std::string path = config_.debug.trace + (rank == 0 ? "" : fmt::format(".{}", rank));
+  world_.control().verdict([&] { profiler::write_chrome_trace(path); });
+  if (log_ != nullptr) log_->print("trace: " + path);
+}
+
 bool Trainer::is_out_of_time() {
   if (config_.train.max_minutes == 0) return false;
   const bool mine = seconds_since(start_) >= config_.train.max_minutes * 60;
@@ -409,6 +483,7 @@ TrainResult Trainer::run() {
   start_ = Clock::now();
   step_ends_ = {start_};
   for (int64_t step = 0; step < num_steps; ++step) {
+    follow_trace(step);
     PendingStep submitted = submit_step(step);
     if (pending) finish();
     pending = std::move(submitted);
@@ -418,6 +493,7 @@ TrainResult Trainer::run() {
     if (stops || (eval_every > 0 && (step + 1) % eval_every == 0)) finish();
     if (stops) break;
   }
+  write_trace();
   save_model();
   print_sample();
   return result;
@@ -506,6 +582,7 @@ std::unique_ptr<nn::LanguageModel> make_model(const ModelConfig& config, int64_t
 
 TrainResult train(const Config& config, dist::World& world) {
   world.set_timeout(std::chrono::milliseconds(static_cast<int64_t>(config.dist.timeout * 1e3)));
+  world.set_verbose(config.debug.dist);
   std::shared_ptr<Context> context;
   world.control().verdict([&] {
     ContextOptions options;
@@ -528,15 +605,16 @@ TrainResult train(const Config& config, dist::World& world) {
     }
   };
   std::atomic<int64_t> steps_done = 0;
-  // A step that is not through by the time the process is ended from outside has failed.
-  world.set_on_terminate([&] {
+  // A step that is not through by the time the process is ended has failed.
+  world.set_on_end([&](const std::string& reason) {
     // Rank 0 may be the one that is gone already: then the next says so.
     std::this_thread::sleep_for(std::chrono::milliseconds(100) * std::min(world.rank(), 3));
     const bool is_stand_in = world.rank() != 0 && is_running(config.output.dir);
-    report(RunState::kFailed, steps_done, "ended by SIGTERM", is_stand_in);
-    end_by_signal(SIGTERM);
+    report(RunState::kFailed, steps_done, reason.empty() ? "ended by SIGTERM" : reason,
+           is_stand_in);
+    if (reason.empty()) end_by_signal(SIGTERM);
   });
-  const auto forget = [](dist::World* w) { w->set_on_terminate(nullptr); };
+  const auto forget = [](dist::World* w) { w->set_on_end(nullptr); };
   const std::unique_ptr<dist::World, decltype(forget)> scope_of_action(&world, forget);
   try {
     Trainer trainer(config, world, &steps_done);

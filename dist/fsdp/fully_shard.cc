@@ -17,8 +17,8 @@ std::vector<optim::FlatShard>& Fsdp::shards() {
 void Fsdp::begin_micro_batch(int index, int count) {
   scheduler_->begin_micro_batch(index, count);
 }
-ClippedNorm Fsdp::clip_grad_norm(double max_norm, double p) {
-  return scheduler_->clip_grad_norm(max_norm, p);
+ClippedNorm Fsdp::clip_grad_norm(double max_norm, double p, const Tensor& loss_scale) {
+  return scheduler_->clip_grad_norm(max_norm, p, loss_scale);
 }
 void Fsdp::end_step() {
   scheduler_->end_step();
@@ -52,6 +52,9 @@ std::string Fsdp::unit_of(const nn::Module& module) const {
 }
 std::string Fsdp::summary() const {
   return scheduler_->summary();
+}
+std::shared_ptr<const ExposedTimes> Fsdp::exposed_times() {
+  return scheduler_->exposed_times();
 }
 std::string Fsdp::program() const {
   return scheduler_->program();

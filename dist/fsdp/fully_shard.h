@@ -9,6 +9,7 @@
 
 #include "core/tensor.h"
 #include "dist/comm/world.h"
+#include "dist/fsdp/exposure.h"
 #include "dist/fsdp/options.h"
 #include "nn/module.h"
 #include "optim/flat_shard.h"
@@ -52,8 +53,10 @@ class Fsdp {
 
   /// Completes the gradients (flushes what is due, zeroes what no rank touched) and takes their
   /// global p-norm: each element once under every strategy, partial norms added in one fixed order.
-  /// p = infinity is allowed. max_norm <= 0: no clipping, the norm only.
-  ClippedNorm clip_grad_norm(double max_norm, double p = 2.0);
+  /// p = infinity is allowed. max_norm <= 0: no clipping, the norm only. `loss_scale` (f32 [], or
+  /// undefined: 1) is what backward started with beyond the true gradient; the norm is that of the
+  /// true gradients and the factor turns the scaled ones into true, clipped ones.
+  ClippedNorm clip_grad_norm(double max_norm, double p = 2.0, const Tensor& loss_scale = {});
   /// Call after the optimizer's step: gradients start from zero, gathers wait for the new shards,
   /// and the ranks compare what they have issued (CommError with status 6 if it differs).
   void end_step();
@@ -85,6 +88,9 @@ class Fsdp {
   std::string summary() const;
   /// The gathers, releases and reduces issued since the last end_step, one a line.
   std::string program() const;
+  /// How long compute has waited for each unit's gathers and reduces since the last call (beside a
+  /// device: zeros). Complete after what the compute stream has been given so far.
+  std::shared_ptr<const ExposedTimes> exposed_times();
 
   const FsdpOptions& options() const;
   Scheduler& scheduler() { return *scheduler_; }

@@ -50,9 +50,13 @@ struct PrecisionOptions {
   std::optional<DType> reduce_dtype;  ///< of gradients before the reduce; default param_dtype
   std::optional<DType> wire_dtype;    ///< in which chunks travel; default reduce_dtype
   std::optional<DType> buffer_dtype;  ///< of floating module buffers; default: as they are
-  std::optional<DType> output_dtype;  ///< of the root module's floating results
+  std::optional<DType> output_dtype;  ///< of the root's floating results but scalars (losses)
   bool cast_forward_inputs = true;    ///< floating inputs of a unit become param_dtype
   bool norm_fp32 = false;             ///< norm parameters stay f32, a group of their own
+  /// A power of two that gradients are divided by before they travel, so that no sum of f16 values
+  /// overflows on the way; the clip factor multiplies by it. Default: f16 on the wire, the number
+  /// of ranks rounded up; else 1.
+  std::optional<double> pre_divide;
 };
 
 struct FsdpOptions {

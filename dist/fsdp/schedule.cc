@@ -1,12 +1,15 @@
 #include "dist/fsdp/schedule.h"
 
 #include <algorithm>
+#include <bit>
+#include <cmath>
 #include <map>
 
 #include "core/elementary/kernel.h"
 #include "core/random.h"
 #include "core/recompute.h"
 #include "dist/fsdp/reproducible.h"
+#include "kernels/loss_scale/loss_scale.h"
 #include "kernels/reduce/reduce.h"
 
 namespace tessera::dist {
@@ -27,7 +30,8 @@ class Scheduler::Hook final : public nn::ModuleHook {
   void pre_forward(nn::Module&, std::span<Tensor*> inputs) override {
     scheduler_.begin_call(unit_, inputs);
   }
-  void post_forward(nn::Module&, std::span<Tensor*> outputs) override {
+  void post_forward(nn::Module& module, std::span<Tensor*> outputs) override {
+    if (&module == scheduler_.root_) scheduler_.cast_outputs(outputs);
     scheduler_.end_call(unit_, outputs);
   }
   void on_forward_error(nn::Module&) noexcept override { scheduler_.on_forward_error(); }
@@ -35,6 +39,20 @@ class Scheduler::Hook final : public nn::ModuleHook {
  private:
   Scheduler& scheduler_;
   Unit& unit_;
+};
+
+/// Casts the results of a root that is not a unit itself.
+class Scheduler::RootHook final : public nn::ModuleHook {
+ public:
+  explicit RootHook(Scheduler& scheduler) : scheduler_(scheduler) {}
+  void pre_forward(nn::Module&, std::span<Tensor*>) override {}
+  void post_forward(nn::Module&, std::span<Tensor*> outputs) override {
+    scheduler_.cast_outputs(outputs);
+  }
+  void on_forward_error(nn::Module&) noexcept override {}
+
+ private:
+  Scheduler& scheduler_;
 };
 
 // ---- construction
@@ -54,6 +72,7 @@ Scheduler::Scheduler(nn::Module& root, World& world, FsdpOptions options)
 
 Scheduler::~Scheduler() {
   for (const auto& [module, _] : hooked_) module->set_hook(nullptr);
+  if (options_.precision.output_dtype) root_->set_hook(nullptr);
   for (const auto& unit : units_) unit->detach();
   if (lanes_.offloader != nullptr) lanes_.offloader->drain();
   for (const Stream* s :
@@ -133,6 +152,21 @@ void Scheduler::resolve_options() {
   check_dtype("fsdp.wire_dtype", lanes_.wire_dtype, {kF32, kBF16, kF16});
   p.reduce_dtype = lanes_.reduce_dtype;
   p.wire_dtype = lanes_.wire_dtype;
+  if (p.output_dtype) check_dtype("precision.output_dtype", *p.output_dtype, {kF32, kBF16, kF16});
+  if (p.buffer_dtype) check_dtype("precision.buffer_dtype", *p.buffer_dtype, {kF32, kBF16, kF16});
+  // The same for every strategy, so that they keep the same bits; in reproducible mode the same for
+  // every number of ranks.
+  const auto ranks = static_cast<unsigned>(world_size);
+  p.pre_divide = p.pre_divide.value_or(lanes_.wire_dtype == kF16 && !o.reproducible
+                                           ? static_cast<double>(std::bit_ceil(ranks))
+                                           : 1.0);
+  int exponent = 0;
+  TESSERA_CHECK_AS(ConfigError, *p.pre_divide > 0 && std::frexp(*p.pre_divide, &exponent) == 0.5,
+                   "precision.pre_divide: {}, expected a power of two", *p.pre_divide);
+  TESSERA_CHECK_AS(ConfigError, !o.reproducible || *p.pre_divide == 1,
+                   "precision.pre_divide: {} in reproducible mode, expected 1", *p.pre_divide);
+  if (world_size == 1) p.pre_divide = 1.0;
+  lanes_.pre_divide = *p.pre_divide;
   if (!o.wrap) o.wrap = wrap::transformer_block();
   lanes_.poison = Context::current()->options().poison;
   TESSERA_CHECK_AS(ConfigError, o.offload_window > 0 && o.offload_window % kLayoutBlock == 0,
@@ -334,15 +368,18 @@ int64_t Scheduler::num_norm_chunks() const {
 void Scheduler::make_buffers(nn::Module& root) {
   std::vector<nn::Module*> owners;
   for (const nn::NamedBuffer& b : root.named_buffers()) {
-    Tensor& tensor = b.buffer->tensor;
-    const std::optional<DType> dtype = options_.precision.buffer_dtype;
-    if (!tensor.storage()->is_materialized()) {
-      tensor.storage()->materialize(MemoryClass::kParameters);
-      if (owners.empty() || owners.back() != b.owner) owners.push_back(b.owner);
-    }
-    if (dtype && is_floating(tensor.dtype())) tensor = tensor.to(*dtype);
+    if (b.buffer->tensor.storage()->is_materialized()) continue;
+    b.buffer->tensor.storage()->materialize(MemoryClass::kParameters);
+    if (owners.empty() || owners.back() != b.owner) owners.push_back(b.owner);
   }
   for (nn::Module* owner : owners) owner->reset_buffers();
+  if (!options_.precision.buffer_dtype) return;
+  // After they have their values: a cast of what was computed in full, not a computation in less.
+  const MemoryScope scope(MemoryClass::kParameters);
+  for (const nn::NamedBuffer& b : root.named_buffers()) {
+    Tensor& tensor = b.buffer->tensor;
+    if (is_floating(tensor.dtype())) tensor = tensor.to(*options_.precision.buffer_dtype);
+  }
 }
 
 void Scheduler::install_hooks(nn::Module& root) {
@@ -353,6 +390,9 @@ void Scheduler::install_hooks(nn::Module& root) {
       module->set_hook(std::make_shared<Hook>(*this, *unit));
       hooked_.emplace_back(module, unit.get());
     }
+  }
+  if (options_.precision.output_dtype && root.hook() == nullptr) {
+    root.set_hook(std::make_shared<RootHook>(*this));
   }
   for (const nn::NamedModule& m : root.named_modules()) {
     for (const auto& [module, unit] : hooked_) {
@@ -576,6 +616,15 @@ void Scheduler::enter_forward(Pass& pass, Unit& unit, bool is_train) {
 }
 
 // ---- hooks
+
+void Scheduler::cast_outputs(std::span<Tensor*> outputs) const {
+  const std::optional<DType> dtype = options_.precision.output_dtype;
+  if (!dtype) return;
+  for (Tensor* output : outputs) {
+    // A scalar is a loss: it stays as precise as it is.
+    if (is_floating(output->dtype()) && output->num_dims() > 0) *output = output->to(*dtype);
+  }
+}
 
 void Scheduler::begin_call(Unit& unit, std::span<Tensor*> inputs) {
   if (options_.precision.cast_forward_inputs) {
@@ -845,7 +894,7 @@ void Scheduler::begin_micro_batch(int index, int count) {
   lanes_.micro_batch = index;
 }
 
-ClippedNorm Scheduler::clip_grad_norm(double max_norm, double p) {
+ClippedNorm Scheduler::clip_grad_norm(double max_norm, double p, const Tensor& loss_scale) {
   for (const auto& unit : units_) {
     // The optimizer writes shards that a gather for nobody may still send.
     if (unit->is_unsharded()) unit->wait_for_unshard();
@@ -867,7 +916,7 @@ ClippedNorm Scheduler::clip_grad_norm(double max_norm, double p) {
     Group& g = *norm_groups_[i];
     if (g.host_grad != nullptr) {
       lanes_.offloader->bring(*g.host_grad, g.grad, /*with_values=*/true);
-      lanes_.compute.wait(g.host_grad->is_here);
+      lanes_.offloader->wait(lanes_.compute, g.host_grad->is_here, OffloadWait::kNormHere);
     }
     partial_norm(mine.narrow(0, static_cast<int64_t>(i), 1), norm_inputs_[i].first,
                  norm_inputs_[i].second, p);
@@ -888,8 +937,8 @@ ClippedNorm Scheduler::clip_grad_norm(double max_norm, double p) {
                                  false});
   ClippedNorm clip{empty({}, kF32), empty({}, kF32), empty({}, kU8)};
   combine_norms(clip.norm, ordered.view({-1}), p);
-  clip_factor(clip.factor, clip.found_inf, clip.norm,
-              max_norm > 0 ? max_norm : std::numeric_limits<double>::infinity());
+  unscale_norm(clip.norm, clip.factor, clip.found_inf, loss_scale, lanes_.pre_divide,
+               max_norm > 0 ? max_norm : std::numeric_limits<double>::infinity());
   return clip;
 }
 
@@ -975,6 +1024,18 @@ std::string Scheduler::summary() const {
       units_.size(), static_cast<double>(parameters) * 1e-6, static_cast<double>(largest) * 1e-6,
       name_of(options_.strategy), world_.world_size(), lanes_.shard_size, lanes_.replicate_size,
       slots.empty() ? "none" : slots);
+}
+
+std::shared_ptr<const ExposedTimes> Scheduler::exposed_times() {
+  auto times = std::make_shared<ExposedTimes>();
+  for (const auto& unit : units_) times->entries.push_back({unit->name(), {}});
+  if (lanes_.compute.device().type != DeviceType::kCpu) return times;
+  lanes_.compute.submit("exposed_times", [this, times] {
+    for (size_t i = 0; i < units_.size(); ++i) {
+      times->entries[i].time = std::exchange(units_[i]->exposed_time, {});
+    }
+  });
+  return times;
 }
 
 std::string Scheduler::program() const {

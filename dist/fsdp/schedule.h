@@ -32,7 +32,7 @@ class Scheduler {
 
   void initialize(uint64_t seed);
   void begin_micro_batch(int index, int count);
-  ClippedNorm clip_grad_norm(double max_norm, double p);
+  ClippedNorm clip_grad_norm(double max_norm, double p, const Tensor& loss_scale);
   void end_step();
   void end_forward();
   void all_reduce_scalars(const Tensor& values);
@@ -48,6 +48,7 @@ class Scheduler {
   std::string unit_of(const nn::Module& module) const;
   std::string summary() const;
   std::string program() const;
+  std::shared_ptr<const ExposedTimes> exposed_times();
 
   std::vector<optim::FlatShard>& shards() { return shards_; }
   const std::vector<std::unique_ptr<Unit>>& units() const { return units_; }
@@ -56,6 +57,7 @@ class Scheduler {
 
  private:
   class Hook;
+  class RootHook;
   /// One call of a unit in the forward of this pass, or its turn that this rank skipped.
   struct Call {
     Unit* unit;
@@ -86,6 +88,7 @@ class Scheduler {
   void make_buffers(nn::Module& root);
   void install_hooks(nn::Module& root);
 
+  void cast_outputs(std::span<Tensor*> outputs) const;
   void begin_call(Unit& unit, std::span<Tensor*> inputs);
   void end_call(Unit& unit, std::span<Tensor*> outputs);
   void on_forward_error() noexcept;

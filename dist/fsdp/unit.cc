@@ -5,6 +5,7 @@
 #include <set>
 
 #include "core/elementary/kernel.h"
+#include "kernels/elementwise/kernel.h"
 
 namespace tessera::dist {
 namespace {
@@ -206,7 +207,9 @@ void Unit::unshard(const Event& shards_ready, int64_t step, const char* phase) {
     const void* shard = g.shard.raw_data();
     if (lanes_.offloads_parameters()) {
       char* place = bytes(g.full, nbytes_of(lanes_.shard_rank * g.shard_numel, g.layout.dtype));
-      stream.wait(lanes_.offloader->load(place, g.shard, gathered_slot_->is_free, shards_ready));
+      const Event is_loaded =
+          lanes_.offloader->load(place, g.shard, gathered_slot_->is_free, shards_ready);
+      lanes_.offloader->wait(stream, is_loaded, OffloadWait::kLoaded);
       shard = place;
     }
     if (lanes_.gather_comm != nullptr) {
@@ -222,6 +225,7 @@ void Unit::unshard(const Event& shards_ready, int64_t step, const char* phase) {
 
 void Unit::wait_for_unshard() {
   if (is_waited_) return;
+  const ExposedWait exposed(lanes_.compute, is_gathered_, &exposed_time.gather_ns);
   lanes_.wait(lanes_.compute, is_gathered_, WaitPoint::kGathered);
   is_waited_ = true;
 }
@@ -300,6 +304,7 @@ void Unit::acquire_gradient_slot() {
   is_direct_ = writes_into_shard();
   if (!is_direct_) {
     gradient_slot_ = gradient_pool_->acquire();
+    const ExposedWait exposed(lanes_.compute, gradient_slot_->is_free, &exposed_time.reduce_ns);
     lanes_.wait(lanes_.compute, gradient_slot_->is_free, WaitPoint::kGradSlotFree);
   }
   for (Group& g : groups_) {
@@ -395,7 +400,7 @@ void Unit::reduce_group(Group& g, const Event& ready, bool is_last, int64_t step
     const Stream& writer = has_shard_group ? lanes_.reduce_scatter
                            : has_replicas  ? lanes_.all_reduce
                                            : lanes_.compute;
-    writer.wait(g.host_grad->is_here);
+    lanes_.offloader->wait(writer, g.host_grad->is_here, OffloadWait::kGradientHere);
   }
   if (!has_shard_group && !has_replicas) {
     const void* source = g.full_grad->data();
@@ -416,7 +421,19 @@ void Unit::reduce_group(Group& g, const Event& ready, bool is_last, int64_t step
   const Stream& first = has_shard_group ? lanes_.reduce_scatter : lanes_.all_reduce;
   lanes_.wait(first, ready, WaitPoint::kGradReady);
   const void* source = g.full_grad->data();
-  if (wire != g.grad_dtype) {
+  if (lanes_.pre_divide != 1) {
+    void* divided = wire == g.grad_dtype ? g.full_grad->data() : lanes_.wire_buffer.raw_data();
+    kernels::scale(first, {.dst = divided,
+                           .x = source,
+                           .dst_dtype = wire,
+                           .dtype = g.grad_dtype,
+                           .factor = 1 / lanes_.pre_divide,
+                           .rows = 1,
+                           .cols = g.layout.numel,
+                           .dst_stride = g.layout.numel,
+                           .x_stride = g.layout.numel});
+    source = divided;
+  } else if (wire != g.grad_dtype) {
     source = lanes_.wire_buffer.raw_data();
     kernels::copy(first, {lanes_.wire_buffer.raw_data(),
                           g.full_grad->data(),
@@ -491,6 +508,7 @@ void Unit::finish_gradients(int64_t step) {
     if (!has_shard_grad_) {
       if (g.host_grad != nullptr) {
         g.host_grad->home.fill_(0);
+        g.host_grad->is_home = lanes_.compute.record();
       } else {
         g.grad.fill_(0);
       }
@@ -503,7 +521,7 @@ void Unit::finish_gradients(int64_t step) {
     if (lanes_.replicate_size > 1) {  // each replica has summed its own part
       if (g.host_grad != nullptr) {
         lanes_.offloader->bring(*g.host_grad, g.grad, /*with_values=*/true);
-        lanes_.all_reduce.wait(g.host_grad->is_here);
+        lanes_.offloader->wait(lanes_.all_reduce, g.host_grad->is_here, OffloadWait::kReplicaHere);
       }
       if (is_outer_due) reduce_over_replicas(g, step);
       const void* own = static_cast<char*>(g.grad.raw_data()) + nbytes_of(own_begin(g), kF32);
@@ -514,9 +532,9 @@ void Unit::finish_gradients(int64_t step) {
         lanes_.offloader->send_home(*g.host_grad, g.grad, is_reduced_);
       }
     }
-    if (g.host_grad != nullptr) lanes_.compute.wait(g.host_grad->is_home);
   }
   has_outer_sum_ = has_outer_sum_ || is_outer_due;
+  const ExposedWait exposed(lanes_.compute, is_reduced_, &exposed_time.reduce_ns);
   lanes_.wait(lanes_.compute, is_reduced_, WaitPoint::kGradShardReady);
 }
 

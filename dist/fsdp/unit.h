@@ -6,6 +6,7 @@
 
 #include "core/autograd.h"
 #include "dist/comm/comm.h"
+#include "dist/fsdp/exposure.h"
 #include "dist/fsdp/offload.h"
 #include "dist/fsdp/reproducible.h"
 #include "dist/fsdp/shard.h"
@@ -45,6 +46,7 @@ struct Lanes {
   int part_size = 1;  // reshard_after_forward = part_size
   int replicate_size = 1, replicate_rank = 0;
   DType reduce_dtype = kF32, wire_dtype = kF32;
+  double pre_divide = 1;  // of gradients before they travel; gradient shards hold the quotient
   GradSync sync = GradSync::kEveryMicroBatch;
   bool poison = false;
   bool reproducible = false;
@@ -132,7 +134,8 @@ class Unit {
   void keep_gradients();
   /// A reduce would have something to send that no later backward sends.
   bool is_reduce_due() const { return is_reduce_due_ || (keeps_full_grad_ && has_full_grad_); }
-  /// All parts of the gradient shard are complete for tasks of the compute stream after this.
+  /// All parts of the gradient shard are complete for tasks of the compute stream after this; one
+  /// whose place is in host memory, for who brings it.
   void finish_gradients(int64_t step);
   /// The next gradients replace the shard's instead of adding to it.
   void zero_grad();
@@ -154,8 +157,9 @@ class Unit {
   int64_t own_numel(const Group& g) const;
 
   // Calls of the unit's modules that the scheduler counts.
-  int active_calls = 0;  // forwards running now
-  int open_calls = 0;    // calls of this pass whose backward is not over
+  int active_calls = 0;      // forwards running now
+  int open_calls = 0;        // calls of this pass whose backward is not over
+  ExposedTime exposed_time;  // since the last `Fsdp::exposed_times`
   // Guards that keep it unsharded, and whether it shall be resharded when they are gone.
   int num_holds = 0;
   bool is_reshard_due = false;

@@ -52,7 +52,15 @@ TEST_CASE("metrics: JSON has the promised keys, val_loss only where evaluated", 
   }
   CHECK(object["step"] == 100);
   CHECK(object["peak_bytes"] == 134217728);
-  CHECK_FALSE(object.contains("val_loss"));
+  for (const char* key : {"val_loss", "mfu", "loss_scale", "skipped"}) {
+    CAPTURE(key);
+    CHECK_FALSE(object.contains(key));
+  }
+  StepMetrics scaled = example();
+  scaled.loss_scale = 1024;
+  scaled.skipped = 2;
+  CHECK(nlohmann::json::parse(to_json(scaled))["loss_scale"] == 1024);
+  CHECK(nlohmann::json::parse(to_json(scaled))["skipped"] == 2);
   StepMetrics bad = example();
   bad.loss = std::numeric_limits<double>::quiet_NaN();
   CHECK(nlohmann::json::parse(to_json(bad))["loss"].is_null());
@@ -68,6 +76,12 @@ TEST_CASE("metrics: the printed line", "[metrics]") {
   CHECK(to_line(m, 100) ==
         "step 100/100  loss 2.4531  grad_norm 0.812  lr 1.00e-03  2.35M tok/s  peak 0.12 GiB  "
         "mfu 45.6%  val_loss 2.5000");
+  m = example();
+  m.loss_scale = 32768;
+  m.skipped = 0;
+  CHECK(to_line(m, 100).ends_with("peak 0.12 GiB  loss_scale 32768"));
+  m.skipped = 3;
+  CHECK(to_line(m, 100).ends_with("peak 0.12 GiB  loss_scale 32768  skipped 3"));
 }
 
 TEST_CASE("metrics: the progress bar keeps its width", "[metrics]") {

@@ -126,6 +126,64 @@ TEST_CASE("trainer: ranks, passes and strategies give the same curve", "[trainer
   CHECK(std::abs(val - other) <= 1e-4 * val);
 }
 
+TEST_CASE("trainer: f16 trains with a loss scale that falls until the steps fit", "[trainer]") {
+  const std::vector<std::string> f16 = {"--precision.param_dtype=f16", "--precision.norm_fp32=true",
+                                        "--fsdp.wire_dtype=f16",
+                                        "--precision.loss_scale_init=16777216", "--train.steps=40"};
+  const auto steps = run(2, f16);
+  REQUIRE(steps.size() == 40);
+  CHECK(steps[0]["loss_scale"] == 16777216);
+  const auto skipped = steps.back()["skipped"].get<int64_t>();
+  CHECK(skipped > 0);
+  CHECK(skipped < 20);
+  CHECK(steps.back()["loss_scale"].get<double>() ==
+        std::ldexp(16777216, -static_cast<int>(skipped)));
+  for (size_t i = 1; i < steps.size(); ++i) {
+    // A skipped step's norm is no number; the next one has half the scale.
+    CAPTURE(i);
+    const bool is_skipped = steps[i]["skipped"] != steps[i - 1]["skipped"];
+    CHECK(steps[i]["grad_norm"].is_null() == is_skipped);
+  }
+  CHECK(steps.back()["loss"].get<double>() < steps.front()["loss"].get<double>() - 0.5);
+
+  const auto plain = run(2, {});
+  CHECK_FALSE(plain[0].contains("loss_scale"));
+  // A scale by a power of two leaves no trace in f32.
+  const auto scaled = run(2, {"--precision.loss_scale=static", "--precision.loss_scale_init=1024"});
+  for (size_t i = 0; i < plain.size(); ++i) {
+    CHECK(scaled[i]["loss"] == plain[i]["loss"]);
+    CHECK(scaled[i]["grad_norm"] == plain[i]["grad_norm"]);
+  }
+}
+
+TEST_CASE("trainer: a scale that cannot fall any further ends the run", "[trainer]") {
+  const TempDir dir;
+  const Config config =
+      small_config(dir, {"--precision.loss_scale=static", "--precision.loss_scale_init=2",
+                         "--optim.lr=1e30", "--optim.final_lr=1e30", "--optim.warmup_steps=0"});
+  const std::string error =
+      error_of([&] { dist::run_ranks(2, [&](dist::World& world) { train(config, world); }); });
+  CHECK_THAT(error, Catch::Contains("expected finite numbers; nothing of this step was applied"));
+}
+
+TEST_CASE("trainer: precision and norm keys reach the sharding", "[trainer]") {
+  const auto f32 = run(2, {});
+  const auto with = [&](const std::vector<std::string>& extra) { return run(2, extra); };
+  // In f32 these change nothing.
+  check_same_curve(f32, with({"--precision.output_dtype=f32", "--precision.buffer_dtype=f32",
+                              "--precision.cast_forward_inputs=false"}));
+  const auto near = [](double a, double b) { return std::abs(a - b) <= 0.02 * std::abs(a); };
+  for (const char* reduce : {"f32", "bf16"}) {
+    const auto bf16 = with({"--precision.param_dtype=bf16", "--fsdp.wire_dtype=bf16",
+                            std::string("--precision.reduce_dtype=") + reduce});
+    CHECK(bf16[0]["loss"] != f32[0]["loss"]);
+    CHECK(near(f32.back()["loss"], bf16.back()["loss"]));
+  }
+  const auto largest = with({"--optim.clip_p=inf", "--optim.clip=0.01"});
+  CHECK(largest[0]["loss"] == f32[0]["loss"]);
+  CHECK(largest[0]["grad_norm"].get<double>() < 0.5 * f32[0]["grad_norm"].get<double>());
+}
+
 TEST_CASE("trainer: in reproducible mode 2 and 4 ranks give the bits of one", "[trainer]") {
   const auto train_on = [](int world_size, bool reproducible) {
     const TempDir dir;
@@ -170,6 +228,23 @@ TEST_CASE("trainer: the same run twice gives the same bits", "[trainer]") {
   }
   const auto other = run(2, {"--model.kind=gpt2", "--model.dropout=0.1", "--train.seed=2"});
   CHECK(a[0]["loss"] != other[0]["loss"]);
+}
+
+TEST_CASE("trainer: offload keeps the bits", "[trainer]") {
+  for (const char* dtype : {"f32", "bf16"}) {
+    const std::string precision = fmt::format("--precision.param_dtype={}", dtype);
+    const auto expected = run(2, {precision});
+    for (const char* offload : {"optimizer", "params_and_optimizer"}) {
+      CAPTURE(dtype, offload);
+      const auto steps = run(2, {precision, fmt::format("--fsdp.offload={}", offload)});
+      REQUIRE(steps.size() == expected.size());
+      for (size_t i = 0; i < steps.size(); ++i) {
+        CHECK(steps[i]["loss"] == expected[i]["loss"]);
+        CHECK(steps[i]["grad_norm"] == expected[i]["grad_norm"]);
+      }
+      CHECK(steps.back()["val_loss"] == expected.back()["val_loss"]);
+    }
+  }
 }
 
 TEST_CASE("trainer: bf16 parameters, sgd and documents train", "[trainer]") {

@@ -66,6 +66,8 @@ FsdpResult run_fsdp(dist::World& world, const FsdpRun& run) {
   fsdp->initialize(5);
   result.summary = fsdp->summary();
   optim::AdamW adamw(fsdp->shards(), {});
+  dist::LossScaler scaler(
+      run.loss_scale.value_or(dist::LossScaleOptions{.scaling = dist::LossScaling::kNone}));
   if (run.on_ready) run.on_ready(*fsdp, world);
 
   const int num_ranks = world.world_size();
@@ -78,7 +80,8 @@ FsdpResult run_fsdp(dist::World& world, const FsdpRun& run) {
         num_valid += t != kIgnored;
       }
     }
-    const Tensor scale = full({}, 1.0 / static_cast<double>(num_valid), kF32);
+    const Tensor scale = scaler.grad_scale(1.0 / static_cast<double>(num_valid));
+    if (run.loss_scale) result.loss_scales.push_back(scaler.scale().item());
     std::vector<Tensor> losses;
     for (int a = 0; a < run.num_micro_batches; ++a) {
       std::vector<int32_t> ids, targets;
@@ -107,14 +110,17 @@ FsdpResult run_fsdp(dist::World& world, const FsdpRun& run) {
       }
     }
     const Tensor loss_sum = fsdp->sum_micro_batches(losses);
-    const dist::ClippedNorm clip = fsdp->clip_grad_norm(run.max_norm);
+    const dist::ClippedNorm clip = fsdp->clip_grad_norm(run.max_norm, run.norm_p, scaler.scale());
     if (step == 0) {
+      const double held = scaler.scale().item() / *fsdp->options().precision.pre_divide;
       fsdp->for_each_full(dist::Fsdp::State::kGradient,
                           [&](const std::string& name, const Tensor& full) {
                             result.gradients[name] = full.to_vector();
+                            for (double& g : result.gradients[name]) g /= held;
                           });
     }
     adamw.step(1e-2f, clip.factor, clip.found_inf);
+    scaler.update(clip.found_inf);
     if (step == 1) result.program = fsdp->program();
     if (run.on_step) run.on_step(step, *fsdp, world);
     fsdp->end_step();

@@ -10,6 +10,7 @@
 #include "dist/comm/local.h"
 #include "dist/comm/world.h"
 #include "dist/fsdp/fully_shard.h"
+#include "dist/fsdp/scaler.h"
 #include "nn/llama.h"
 
 // A short training of a tiny Llama under FSDP, for tests that compare runs: the same global batches
@@ -27,6 +28,8 @@ struct FsdpRun {
   int num_micro_batches = 1;  ///< a rank and step
   int samples_per_step = 8;   ///< over all ranks and micro-batches
   double max_norm = 1.0;
+  double norm_p = 2.0;
+  std::optional<dist::LossScaleOptions> loss_scale;
   bool with_eval = false;  ///< evaluates between micro-batches
   bool twice = false;      ///< runs forward and backward of each micro-batch twice
   bool ragged = false;     ///< samples have unequal numbers of valid targets, also none
@@ -43,7 +46,8 @@ struct FsdpRun {
 
 struct FsdpResult {
   std::vector<double> losses, grad_norms;
-  std::map<std::string, std::vector<double>> gradients;   ///< of step 0
+  std::vector<double> loss_scales;                        ///< of each step, with `loss_scale`
+  std::map<std::string, std::vector<double>> gradients;   ///< of step 0, true ones
   std::map<std::string, std::vector<double>> parameters;  ///< at the end
   std::string program;                                    ///< of step 1
   std::string summary;
