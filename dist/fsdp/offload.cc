@@ -53,9 +53,17 @@ void Offloader::drain() const noexcept {
   d2h_.drain();
 }
 
+void Offloader::wait(const Stream& stream, const Event& event, OffloadWait point) const {
+  if (point == hidden_wait && event.impl() != nullptr) [[unlikely]] {
+    stream.impl()->wait(event);
+  } else {
+    stream.wait(event);
+  }
+}
+
 Event Offloader::load(void* dst, const Tensor& shard, const Event& is_free, const Event& is_ready) {
-  h2d_.wait(is_free);
-  h2d_.wait(is_ready);
+  wait(h2d_, is_free, OffloadWait::kSlotFree);
+  wait(h2d_, is_ready, OffloadWait::kShardsReady);
   copy_flat(h2d_, dst, shard.raw_data(), shard.numel(), shard.dtype());
   return h2d_.record();
 }
@@ -70,9 +78,9 @@ void Offloader::make_gradient_ring(int64_t numel) {
 void Offloader::bring(HostGradient& host, const Tensor& grad, bool with_values) {
   host.slot = gradients_->acquire();
   void* data = host.slot->memory->data();
-  h2d_.wait(host.slot->is_free);
+  wait(h2d_, host.slot->is_free, OffloadWait::kGradientFree);
   if (with_values) {
-    h2d_.wait(host.is_home);
+    wait(h2d_, host.is_home, OffloadWait::kGradientHome);
     copy_flat(h2d_, data, host.home.raw_data(), host.home.numel(), kF32);
   }
   host.is_here = h2d_.record();
@@ -80,7 +88,7 @@ void Offloader::bring(HostGradient& host, const Tensor& grad, bool with_values) 
 }
 
 void Offloader::send_home(HostGradient& host, const Tensor& grad, const Event& is_written) {
-  d2h_.wait(is_written);
+  wait(d2h_, is_written, OffloadWait::kGradientWritten);
   copy_flat(d2h_, host.home.raw_data(), grad.raw_data(), grad.numel(), kF32);
   host.is_home = d2h_.record();
   if (poison_) {
@@ -153,7 +161,7 @@ void Offloader::for_each_window(std::span<const optim::ShardParts> shards, const
   }
   window_numel = std::min(window_numel, window_numel_);
   reserve_windows(num_parts * window_numel * static_cast<int64_t>(sizeof(float)));
-  h2d_.wait(compute.record());  // gradients, and whoever set masters or states
+  wait(h2d_, compute.record(), OffloadWait::kStatesReady);
   for (size_t i = 0; i < shards.size(); ++i) {
     const optim::FlatShard& shard = *shards[i].shard;
     if (parts[i].empty()) {  // nothing of it in host memory
@@ -164,7 +172,7 @@ void Offloader::for_each_window(std::span<const optim::ShardParts> shards, const
     for (int64_t first = 0; first < numel; first += window_numel) {
       const int64_t count = std::min(window_numel, numel - first);
       Slot* slot = windows_->acquire();
-      h2d_.wait(slot->is_free);
+      wait(h2d_, slot->is_free, OffloadWait::kWindowFree);
       const auto part_of = [&](const Tensor& t) {
         return t.is_defined() ? t.narrow(0, first, count) : t;
       };
@@ -178,9 +186,9 @@ void Offloader::for_each_window(std::span<const optim::ShardParts> shards, const
                                  {count}, dtype);
         copy_flat(h2d_, place->raw_data(), part_of(part.tensor).raw_data(), count, dtype);
       }
-      compute.wait(h2d_.record());
+      wait(compute, h2d_.record(), OffloadWait::kWindowHere);
       update(i, window);
-      d2h_.wait(compute.record());
+      wait(d2h_, compute.record(), OffloadWait::kWindowUpdated);
       for (const Part& part : parts[i]) {
         if (!part.is_written) continue;
         copy_flat(d2h_, part_of(part.tensor).raw_data(), part.place(window, part.state)->raw_data(),
@@ -192,7 +200,7 @@ void Offloader::for_each_window(std::span<const optim::ShardParts> shards, const
       windows_->release(slot, d2h_.record());
     }
   }
-  compute.wait(d2h_.record());
+  wait(compute, d2h_.record(), OffloadWait::kStored);
 }
 
 }  // namespace tessera::dist

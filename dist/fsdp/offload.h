@@ -32,6 +32,26 @@
 
 namespace tessera::dist {
 
+/// The places where a stream waits for what moves; see `WaitPoint`.
+enum class OffloadWait : unsigned char {
+  kNone,
+  kSlotFree,         ///< h2d: the gathered slot's last unit was computed with
+  kShardsReady,      ///< h2d: the optimizer has written the shards
+  kLoaded,           ///< all_gather: this rank's chunk is in the slot
+  kGradientFree,     ///< h2d: the gradient shard that was in the slot is home
+  kGradientHome,     ///< h2d: the gradient shard is home
+  kGradientHere,     ///< the summing stream: the gradient shard is on the device
+  kReplicaHere,      ///< all_reduce: the same, to complete it with the other replicas' parts
+  kNormHere,         ///< compute: the same, for its norm
+  kGradientWritten,  ///< d2h: the sum is complete
+  kStatesReady,      ///< h2d: gradients are home, states were set
+  kWindowFree,       ///< h2d: what was updated in the window is stored
+  kWindowHere,       ///< compute: the window is on the device
+  kWindowUpdated,    ///< d2h: the window is updated
+  kStored,           ///< compute: all windows are stored
+  kCount
+};
+
 /// Uninitialized host memory that kernels can address, of the current Context's host allocator.
 Tensor empty_on_host(int64_t numel, DType dtype);
 
@@ -68,6 +88,10 @@ class Offloader final : public optim::ShardStore {
 
   Tensor make_state(int64_t numel) override;
   void for_each_window(std::span<const optim::ShardParts> parts, const Update& update) override;
+
+  /// `stream` waits for `event`.
+  void wait(const Stream& stream, const Event& event, OffloadWait point) const;
+  OffloadWait hidden_wait = OffloadWait::kNone;  // from the happens-before checker, by tests
 
   void drain() const noexcept;
 

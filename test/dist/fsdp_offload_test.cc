@@ -1,8 +1,9 @@
 #include <array>
-#include <mutex>
+#include <limits>
 
 #include "dist/fsdp/fully_shard.h"
 #include "dist/fsdp/offload.h"
+#include "dist/fsdp/schedule.h"
 #include "optim/adamw.h"
 #include "optim/sgd.h"
 #include "test/dist/fsdp_harness.h"
@@ -265,6 +266,78 @@ TEST_CASE("offload: AdamW and SGD through windows change what they would change"
     }
   }
   context->compute().synchronize();
+}
+
+TEST_CASE("offload: each wait is needed: without it the checker reports a conflict", "[fsdp]") {
+  using dist::OffloadWait;
+  std::vector<FsdpRun> runs;
+  for (const Strategy strategy : {Strategy::kFullShard, Strategy::kHybridShard}) {
+    for (const DType dtype : {kF32, kBF16}) {
+      FsdpRun run;
+      run.num_steps = 2;
+      run.num_micro_batches = 2;
+      run.fsdp = options_of(strategy, 4, Offload::kParamsAndOptimizer);
+      run.fsdp.sync_every_micro_batch = GradSync::kEveryMicroBatch;
+      run.fsdp.precision.param_dtype = dtype;
+      runs.push_back(run);
+      run.fsdp.offload = Offload::kOptimizer;
+      runs.push_back(run);
+    }
+  }
+  for (int point = 0; point < static_cast<int>(OffloadWait::kCount); ++point) {
+    bool is_reported = false;
+    for (FsdpRun& run : runs) {
+      run.on_ready = [point](dist::Fsdp& fsdp, dist::World&) {
+        fsdp.scheduler().lanes().offloader->hidden_wait = static_cast<OffloadWait>(point);
+      };
+      try {
+        run_fsdp_on_threads(4, run);
+      } catch (const InternalError& error) {
+        is_reported = std::string(error.what()).find("order check") != std::string::npos;
+      }
+      if (is_reported) break;
+    }
+    INFO("wait " << point);
+    CHECK(is_reported == (point != static_cast<int>(OffloadWait::kNone)));
+  }
+}
+
+TEST_CASE("offload: clipping with gradients on the host, any norm, also without a gradient",
+          "[fsdp]") {
+  for (const Strategy strategy : {Strategy::kFullShard, Strategy::kHybridShard}) {
+    for (const double p : {1.0, 2.0, std::numeric_limits<double>::infinity()}) {
+      std::array<double, 2> norms{};
+      for (const Offload offload : {Offload::kNone, Offload::kParamsAndOptimizer}) {
+        FsdpRun run;
+        run.fsdp = options_of(strategy, 4, offload);
+        double& norm = norms[offload == Offload::kNone ? 0 : 1];
+        run.num_steps = 1;
+        run.on_ready = [](dist::Fsdp& fsdp, dist::World&) {
+          CHECK(fsdp.clip_grad_norm(1.0).norm.item() == 0);  // before the first backward
+          fsdp.end_step();
+        };
+        run.on_step = [&norm, p](int, dist::Fsdp& fsdp, dist::World& world) {
+          const double value = fsdp.clip_grad_norm(1.0, p).norm.item();
+          if (world.rank() == 0) norm = value;
+        };
+        run_fsdp_on_threads(4, run);
+      }
+      CHECK(norms[0] == norms[1]);
+      CHECK(norms[0] > 0);
+    }
+  }
+}
+
+TEST_CASE("offload: reproducible mode keeps gradient shards on the device and the bits", "[fsdp]") {
+  FsdpRun run;
+  run.num_micro_batches = 2;
+  run.fsdp = options_of(Strategy::kFullShard, 2, Offload::kNone);
+  run.fsdp.reproducible = true;
+  const FsdpResult expected = run_fsdp_on_threads(2, run);
+  for (const Offload offload : kOffloads) {
+    run.fsdp.offload = offload;
+    check_same(run_fsdp_on_threads(2, run), expected, std::string(name_of(offload)));
+  }
 }
 
 TEST_CASE("offload: names and ranges are checked", "[fsdp]") {
