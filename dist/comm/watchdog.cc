@@ -98,9 +98,14 @@ void Watchdog::notify_terminate() noexcept {
   terminating = true;
 }
 
-void Watchdog::set_on_terminate(std::function<void()> action) {
+void Watchdog::set_on_end(std::function<void(const std::string&)> action) {
   const std::lock_guard lock(mutex_);
-  on_terminate_ = std::move(action);
+  on_end_ = std::move(action);
+}
+
+void Watchdog::run_on_end(const std::string& reason) {
+  const std::lock_guard lock(mutex_);  // held: whoever takes the action back waits for its end
+  if (const auto action = std::exchange(on_end_, nullptr)) action(reason);
 }
 
 std::vector<std::shared_ptr<CollectiveLog>> Watchdog::logs() {
@@ -130,10 +135,7 @@ void Watchdog::run() {
       has_reported_terminate = true;
       report_terminate();
     }
-    if (terminating) {
-      const std::lock_guard lock(mutex_);  // held: whoever takes the action back waits for its end
-      if (const auto action = std::exchange(on_terminate_, nullptr)) action();
-    }
+    if (terminating) run_on_end("");
     if (check_late(now_ns)) return;
   }
 }
@@ -177,6 +179,7 @@ bool Watchdog::check_late(int64_t now_ns) {
     }
     log_error("{}", text);
   }
+  run_on_end(reason);
   on_timeout_(reason);
   return true;
 }

@@ -89,14 +89,16 @@ class Watchdog {
   /// Says that the process is being ended from outside: the watchdogs of the process log one line
   /// for each collective in flight, within 0.1 s. Async-signal-safe.
   static void notify_terminate() noexcept;
-  /// What to do after that, once, on the watchdog's thread; null: nothing. Waits for the end of an
+  /// What to do, once, on the watchdog's thread, before the process ends: with an empty reason
+  /// after `notify_terminate`, else before `on_timeout`. Null: nothing. Waits for the end of an
   /// action that has begun.
-  void set_on_terminate(std::function<void()> action);
+  void set_on_end(std::function<void(const std::string& reason)> action);
 
  private:
   void run();
   bool check_late(int64_t now_ns);
   void report_terminate();
+  void run_on_end(const std::string& reason);
   std::vector<std::shared_ptr<CollectiveLog>> logs();
 
   std::atomic<int64_t> timeout_ns_;
@@ -105,7 +107,7 @@ class Watchdog {
   std::mutex mutex_;
   std::condition_variable stop_changed_;
   bool stop_ = false;
-  std::function<void()> on_terminate_;
+  std::function<void(const std::string&)> on_end_;
   std::vector<std::weak_ptr<CollectiveLog>> logs_;
   std::thread thread_;
 };

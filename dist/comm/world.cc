@@ -112,8 +112,8 @@ void World::set_verbose(bool verbose) {
   backend_->watchdog()->set_verbose(verbose);
 }
 
-void World::set_on_terminate(std::function<void()> action) {
-  backend_->watchdog()->set_on_terminate(std::move(action));
+void World::set_on_end(std::function<void(const std::string&)> action) {
+  backend_->watchdog()->set_on_end(std::move(action));
 }
 
 void World::abort(int status, const std::string& reason) noexcept {

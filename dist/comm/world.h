@@ -56,9 +56,10 @@ class World {
   /// Logs each collective as it starts (`--debug.dist`).
   void set_verbose(bool verbose);
 
-  /// What to do after `Watchdog::notify_terminate`, on a thread of its own, once the collectives in
-  /// flight are logged; null: nothing. Returns when an action that has begun is over.
-  void set_on_terminate(std::function<void()> action);
+  /// What to do, once, on a thread of its own, when the process is about to end from there: after
+  /// `Watchdog::notify_terminate` (the reason is empty) or when a collective has not finished in
+  /// time. Null: nothing. Returns when an action that has begun is over.
+  void set_on_end(std::function<void(const std::string& reason)> action);
 
   /// Ends all ranks: MPI_Abort(status), which does not return; for thread ranks and a world of one
   /// all communicators end with CommError and the caller goes on to end itself.

@@ -47,6 +47,9 @@ check verdict 3 4 10 "[rank 2] error: shard 1: checksum differs"
 check stop 2 6 8 "rank 0: $gather has not finished in 3 s" "rank 0: the last collectives:" \
   "all_gather of block3 (forward, step 0, 32 bytes, sequence 0): took" "$gather: in flight for"
 check skip 3 6 8 "rank 0: $gather has not finished in 3 s" "rank 1: $gather has not finished in 3 s"
+check other 2 6 3 "all_gather: the ranks disagree: rank " "rank 0 calls all_gather of block3, forward" \
+  "rank 1 calls all_gather of block4, forward"
+check other 3 6 3 "rank 2 calls all_gather of block4, forward"
 check kill 2 any 5 "[rank 0] error: rank 0: terminated while $gather was in flight"
 check exit 2 any 5
 check threads 2 0 10 "fewer than its 4096 threads; start with mpirun --bind-to none"

@@ -57,15 +57,16 @@ check bytes 3 6 8 \
 names="gather_(forward|backward)"
 check swap2 2 6 8 "(the ranks disagree|in step 2): .*rank 0 .*($names|reduce).*rank 1 .*($names|reduce)|(the ranks disagree|in step 2): .*rank 1 .*($names|reduce).*rank 0 .*($names|reduce)"
 
-# trainer NAME NUM_RANKS VICTIM SIGNAL: a run whose rank VICTIM (or "mpirun") gets SIGNAL.
+# trainer NAME NUM_RANKS VICTIM SIGNAL STATUS REASON: a run whose rank VICTIM (or "mpirun") gets
+# SIGNAL ends with STATUS ("any": any but 0) and REASON in its status.json.
 trainer() {
-  local name=$1 num_ranks=$2 victim=$3 signal=$4
+  local name=$1 num_ranks=$2 victim=$3 signal=$4 expected=$5 reason=$6
   local dir begin_ns output="" problem="" status took
   dir=$(mktemp -d)
   seq 2000 >"$dir/text"
   bash "$mpirun" "$num_ranks" "$train" --output.dir="$dir/out" --data.text="$dir/text" --train.steps=100000 \
     --model.width=32 --model.layers=2 --model.heads=2 --model.context=32 --train.threads=1 \
-    --train.grad_accum_steps=8 --train.eval_every=0 --train.log_every=1000 >"$dir/log" 2>&1 &
+    --dist.timeout=2 --train.grad_accum_steps=8 --train.eval_every=0 --train.log_every=1000 >"$dir/log" 2>&1 &
   local launcher=$!
   local i
   for i in $(seq 100); do
@@ -84,16 +85,21 @@ trainer() {
   wait "$launcher"
   status=$?
   took=$((($(date +%s%N) - begin_ns) / 1000000))
-  [ "$status" != 0 ] || problem="status 0"
+  if [ "$expected" = any ]; then
+    [ "$status" != 0 ] || problem="status 0"
+  else
+    [ "$status" = "$expected" ] || problem="status $status instead of $expected"
+  fi
   [ "$took" -le 5000 ] || problem="$problem, took $took ms instead of 5000"
   grep -q '"state":"failed"' "$dir/out/status.json" || problem="$problem, not failed"
-  grep -q 'SIGTERM' "$dir/out/status.json" || problem="$problem, no reason"
+  grep -q -- "$reason" "$dir/out/status.json" || problem="$problem, no reason"
   output=$(cat "$dir/log" "$dir/out/status.json")
   report "trainer, $name" "$problem" "$((took / 1000))" "$output"
   rm -rf "$dir"
 }
-trainer "kill -9 to rank 1 of 2" 2 1 KILL
-trainer "kill -9 to rank 0 of 3" 3 0 KILL
-trainer "SIGTERM to mpirun" 2 mpirun TERM
-trainer "SIGTERM to one rank" 2 1 TERM
+trainer "kill -9 to rank 1 of 2" 2 1 KILL any SIGTERM
+trainer "kill -9 to rank 0 of 3" 3 0 KILL any SIGTERM
+trainer "SIGTERM to mpirun" 2 mpirun TERM any SIGTERM
+trainer "SIGTERM to one rank" 2 1 TERM any SIGTERM
+trainer "SIGSTOP to one rank, dist.timeout 2 s" 2 1 STOP 6 "rank 0: .* has not finished in 2 s"
 exit "$((failures > 0))"
