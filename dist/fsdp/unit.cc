@@ -194,7 +194,7 @@ void Unit::unshard(const Event& shards_ready, int64_t step, const char* phase) {
     lanes_.wait(stream, gathered_slot_->is_free, WaitPoint::kSlotFree);
   }
   lanes_.wait(stream, shards_ready, WaitPoint::kShardsReady);
-  if (has_part_) stream.wait(is_part_saved_);
+  if (has_part_) lanes_.wait(stream, is_part_saved_, WaitPoint::kPartSaved);
   for (Group& g : groups_) {
     if (!is_own) {
       g.full->attach(bytes(gathered_slot_->memory, g.slot_offset), gathered_slot_->memory);

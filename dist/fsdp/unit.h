@@ -21,6 +21,7 @@ enum class WaitPoint : unsigned char {
   kFullGathered,    ///< compute, before it reads that state
   kSlotFree,        ///< all_gather: the slot's last unit was computed with
   kShardsReady,     ///< all_gather: the optimizer has written the shards
+  kPartSaved,       ///< all_gather: the part kept after forward was copied
   kGathered,        ///< compute: the parameters are there
   kGradSlotFree,    ///< compute: the gradient slot's last unit was reduced
   kWholeGradFree,   ///< compute: the unit's whole gradient was reduced before (kLast)

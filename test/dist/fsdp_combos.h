@@ -22,17 +22,18 @@ enum class Precision { kF32, kMixed, kBF16 };  ///< mixed: bf16 parameters, f32 
 
 /// One value a setting, each an index: strategy, prefetch, recompute, communicators, offload.
 struct Combo {
-  static constexpr std::array<int, 5> kNumValues = {6, 3, 2, 2, 1};
+  static constexpr std::array<int, 5> kNumValues = {6, 3, 2, 2, 3};
   std::array<int, 5> values{};
 
   dist::Strategy strategy() const { return kAllStrategies[static_cast<size_t>(values[0])]; }
   int prefetch() const { return values[1]; }
   bool recompute() const { return values[2] == 1; }
   int communicators() const { return 2 - values[3]; }
+  dist::Offload offload() const { return static_cast<dist::Offload>(values[4]); }
 
   std::string to_string() const {
-    return fmt::format("{}, prefetch {}, recompute {}, {} communicators", name_of(strategy()),
-                       prefetch(), recompute(), communicators());
+    return fmt::format("{}, prefetch {}, recompute {}, {} communicators, offload {}",
+                       name_of(strategy()), prefetch(), recompute(), communicators(), values[4]);
   }
 };
 
@@ -59,6 +60,8 @@ inline FsdpRun make_run(const Combo& combo, int world_size, Precision precision)
   }
   run.fsdp.prefetch_forward = run.fsdp.prefetch_backward = combo.prefetch();
   run.fsdp.communicators = combo.communicators();
+  run.fsdp.offload = combo.offload();
+  run.fsdp.offload_window = 256;  // several windows a shard
   if (combo.recompute()) run.recompute.kind = nn::RecomputePolicy::Kind::kFull;
   set_precision(run, precision);
   return run;

@@ -72,6 +72,12 @@ TEST_CASE("fsdp race: each wait is needed: without it the checker reports a conf
     run.num_micro_batches = 2;
     run.num_steps = 2;
     runs.push_back(run);
+    if (combo.strategy() == dist::Strategy::kFullShard && combo.offload() == dist::Offload::kNone) {
+      FsdpRun in_parts = run;
+      in_parts.fsdp.reshard_after_forward = 2;
+      in_parts.fsdp.prefetch_forward = in_parts.fsdp.prefetch_backward = 2;  // slots free for long
+      runs.push_back(in_parts);
+    }
     run.twice = true;
     runs.push_back(run);
     if (combo.strategy() < dist::Strategy::kHybridShard) continue;
