@@ -149,11 +149,11 @@ void set_from_toml(const Field& field, const toml::node& node, const std::string
     check_range(field, value, found, where);
     **number = value;
   } else {
-    // true and false may be among the choices (fsdp.sync_every_micro_batch).
-    const bool is_flag = node.is_boolean() && std::find(field.choices.begin(), field.choices.end(),
-                                                        "true") != field.choices.end();
-    if (!node.is_string() && !is_flag) fail_value(field, found, where);
-    set_string(field, is_flag ? found : *node.value<std::string>(), where);
+    // true, false and numbers may be among the choices (fsdp.reshard_after_forward).
+    const bool is_bare = !node.is_string() && std::find(field.choices.begin(), field.choices.end(),
+                                                        found) != field.choices.end();
+    if (!node.is_string() && !is_bare) fail_value(field, found, where);
+    set_string(field, is_bare ? found : *node.value<std::string>(), where);
   }
 }
 
@@ -498,6 +498,11 @@ std::vector<Field> config_fields(Config& c) {
        {"auto", "true", "shard", "false"},
        "gradients travel after each pass: to all ranks, inside shard groups, or after the last "
        "only"},
+      {"fsdp.reshard_after_forward",
+       &c.fsdp.reshard_after_forward,
+       any,
+       {"auto", "true", "false", "2", "3", "4", "6", "8", "12", "16", "32", "64"},
+       "as the strategy says, or keep 1/g of each unit and gather from g ranks in backward"},
       {"fsdp.prefetch_forward",
        &c.fsdp.prefetch_forward,
        {0, 1024},

@@ -49,7 +49,7 @@ struct OptimConfig {
 struct FsdpConfig {
   std::string strategy = "full_shard", wrap = "transformer_block";
   int64_t wrap_every = 2, min_num_params = 1000000, shard_size = 0;
-  std::string sync_every_micro_batch = "auto";
+  std::string sync_every_micro_batch = "auto", reshard_after_forward = "auto";
   int64_t prefetch_forward = 1, prefetch_backward = 1, communicators = 2;
   std::string offload = "none";
   std::string wire_dtype = "same";

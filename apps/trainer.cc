@@ -85,6 +85,12 @@ dist::FsdpOptions fsdp_options(const Config& config) {
   if (config.fsdp.sync_every_micro_batch != "auto") {
     options.sync_every_micro_batch = dist::grad_sync_from_name(config.fsdp.sync_every_micro_batch);
   }
+  const std::string& reshard = config.fsdp.reshard_after_forward;
+  if (reshard == "true" || reshard == "false") {
+    options.reshard_after_forward = reshard == "true";
+  } else if (reshard != "auto") {
+    options.reshard_after_forward = std::stoi(reshard);
+  }
   options.prefetch_forward = static_cast<int>(config.fsdp.prefetch_forward);
   options.prefetch_backward = static_cast<int>(config.fsdp.prefetch_backward);
   options.communicators = static_cast<int>(config.fsdp.communicators);

@@ -217,6 +217,14 @@ TEST_CASE("config: true and false may be given bare where they are names", "[con
     std::erase(name, '\'');
     CHECK(config.fsdp.sync_every_micro_batch == name);
   }
+  for (const char* value : {"true", "4", "'4'", "'auto'"}) {
+    const Config config = parse_config(fmt::format("[fsdp]\nreshard_after_forward = {}", value),
+                                       "f.toml", {&kText, 1});
+    std::string name = value;
+    std::erase(name, '\'');
+    CHECK(config.fsdp.reshard_after_forward == name);
+    CHECK(parse_config(dump_config(config), "dump").fsdp.reshard_after_forward == name);
+  }
 }
 
 TEST_CASE("config: nearest_name prefers the fewest edits", "[config]") {
