@@ -1,4 +1,5 @@
 #include <array>
+#include <cmath>
 #include <limits>
 
 #include "core/runtime/order_check.h"
@@ -350,6 +351,34 @@ TEST_CASE("offload: clipping with gradients on the host, any norm, also without 
       CHECK(norms[0] == norms[1]);
       CHECK(norms[0] > 0);
     }
+  }
+}
+
+TEST_CASE("offload: a step that overflows changes nothing in host memory either", "[fsdp]") {
+  FsdpRun run;
+  run.fsdp = options_of(Strategy::kFullShard, 4, Offload::kNone);
+  run.fsdp.precision.param_dtype = kF16;
+  run.loss_scale = dist::LossScaleOptions{};
+  run.loss_scale->init = 1 << 20;  // overflows in the first steps
+  run.num_steps = 7;
+  const auto result = [&run] {  // of rank 0; norms are NaN where a step overflows
+    FsdpResult result;
+    dist::run_ranks(4, run.local, [&](dist::World& world) {
+      FsdpResult mine = testing::run_fsdp(world, run);
+      if (world.rank() == 0) result = std::move(mine);
+    });
+    return result;
+  };
+  const FsdpResult expected = result();
+  CHECK(expected.loss_scales.back() < expected.loss_scales.front());
+  CHECK(!std::isfinite(expected.grad_norms.front()));
+  CHECK(std::isfinite(expected.grad_norms.back()));
+  for (const Offload offload : kOffloads) {
+    run.fsdp.offload = offload;
+    const FsdpResult actual = result();
+    CHECK(actual.loss_scales == expected.loss_scales);
+    CHECK(actual.parameters == expected.parameters);
+    CHECK(actual.losses == expected.losses);
   }
 }
 
