@@ -323,6 +323,29 @@ TEST_CASE("reshard_after_forward: values that contradict are named", "[fsdp]") {
   CHECK(error(Strategy::kNoShard, 2).find("fsdp.reshard_after_forward: 2 contradicts") == 0);
 }
 
+TEST_CASE("fsdp: guards and groups change nothing where states live in host memory", "[fsdp]") {
+  FsdpRun run;
+  run.num_micro_batches = 2;
+  const FsdpResult plain = run_fsdp_on_threads(4, run);
+  run.scope = [](int a, Fsdp& fsdp, nn::LanguageModel&) {
+    return a == 0 ? std::make_shared<NoSync>(fsdp) : nullptr;
+  };
+  const FsdpResult kept = run_fsdp_on_threads(4, run);
+  for (const dist::Offload offload :
+       {dist::Offload::kOptimizer, dist::Offload::kParamsAndOptimizer}) {
+    run.fsdp.offload = offload;
+    check_same(run_fsdp_on_threads(4, run), kept, "no_sync");
+    FsdpRun grouped;
+    grouped.num_micro_batches = 2;
+    grouped.fsdp.offload = offload;
+    grouped.fsdp.reshard_after_forward = 2;
+    grouped.scope = [](int, Fsdp& fsdp, nn::LanguageModel&) {
+      return std::make_shared<UnshardGuard>(fsdp, "blocks.1");
+    };
+    check_same(run_fsdp_on_threads(4, grouped), plain, "groups of 2 and a guard");
+  }
+}
+
 // ---- what else may come between micro-batches, and what is not sharded
 
 TEST_CASE("fsdp: evaluation and generation between micro-batches change no bit", "[fsdp]") {
