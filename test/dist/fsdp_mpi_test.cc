@@ -1,6 +1,7 @@
 // Started by mpirun (test/mpirun.sh) with 1 to 4 ranks: FSDP over MPI has the bits of thread ranks.
 
 #include "dist/comm/local.h"
+#include "test/dist/fsdp_combos.h"
 #include "test/dist/fsdp_harness.h"
 #include "test/dist/fsdp_reproducible_cases.h"
 #include "test/testing.h"
@@ -33,6 +34,23 @@ TEST_CASE("fsdp over MPI: the bits of thread ranks, 20 steps", "[fsdp]") {
     if (world().rank() == 0) expected = run_fsdp_on_threads(world().world_size(), run);
     world().control().barrier();
     if (world().rank() == 0) check_same(actual, expected, std::string(name_of(strategy)));
+  }
+}
+
+TEST_CASE("fsdp over MPI: every pair of settings has the same bits", "[fsdp]") {
+  const int num_ranks = world().world_size();
+  if (num_ranks != 2 && num_ranks != 4) return;
+  for (const Precision precision : {Precision::kF32, Precision::kMixed}) {
+    const auto run_of = [&](const Combo& combo) {
+      FsdpRun run = make_run(combo, num_ranks, precision);
+      run.num_steps = 10;
+      return run;
+    };
+    const FsdpResult expected = run_fsdp(world(), run_of({{3, 0, 0, 0, 0}}));
+    for (const Combo& combo : pair_covering_combos()) {
+      check_same(run_fsdp(world(), run_of(combo)), expected,
+                 fmt::format("{}, precision {}", combo.to_string(), static_cast<int>(precision)));
+    }
   }
 }
 
