@@ -107,6 +107,18 @@ TEST_CASE("offload: the same bits whatever the window, prefetch, delays and reco
   }
 }
 
+TEST_CASE("offload: parts of a unit that stay gathered in smaller groups are as sent", "[fsdp]") {
+  FsdpRun run;
+  run.num_micro_batches = 2;
+  run.fsdp = options_of(Strategy::kFullShard, 4, Offload::kNone);
+  const FsdpResult expected = run_fsdp_on_threads(4, run);
+  run.fsdp.reshard_after_forward = 2;
+  for (const Offload offload : kOffloads) {
+    run.fsdp.offload = offload;
+    check_same(run_fsdp_on_threads(4, run), expected, std::string(name_of(offload)));
+  }
+}
+
 TEST_CASE("offload: frozen parameters come from the host and have no gradient there", "[fsdp]") {
   FsdpRun run;
   run.prepare = [](nn::LanguageModel& model) {
