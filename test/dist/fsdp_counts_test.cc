@@ -304,5 +304,24 @@ TEST_CASE("fsdp counts: slots are as the formula says and constant in depth", "[
   }
 }
 
+TEST_CASE("fsdp counts: a host far ahead of the device holds no more than the slots", "[fsdp]") {
+  for (const int prefetch : {0, 2}) {
+    FsdpRun run;
+    run.fsdp.prefetch_forward = run.fsdp.prefetch_backward = prefetch;
+    run.model.num_layers = 32;
+    run.on_ready = [](dist::Fsdp& fsdp, dist::World&) {
+      StreamTap::install(fsdp,
+                         {.delayed_share = 0.05, .max_delay_us = 1000, .only_stream = "compute"});
+    };
+    const Memory memory = memory_of(run, 2, 4);
+    const std::vector<int64_t> units = unit_numels(run.model, 2);
+    const int64_t block = units[1] * 4, other = std::max(units.front(), units.back()) * 4;
+    INFO(memory.summary);
+    CHECK(bytes_of(memory.after_last, MemoryClass::kGathered) ==
+          (prefetch + 1 + 2) * block + 2 * other);
+    CHECK(memory.after_last.num_backend_allocations == memory.after_first.num_backend_allocations);
+  }
+}
+
 }  // namespace
 }  // namespace tessera::testing

@@ -101,5 +101,63 @@ TEST_CASE("fsdp matrix: parameters of 1 and 7 elements and empty shards on 5 and
   }
 }
 
+/// Matrices of 8 x 128, 13 x 8 and 17 x 13.
+struct ShapeNet : nn::Module {
+  nn::Child<nn::Linear> a{this, "a", 128, 8}, b{this, "b", 8, 13}, c{this, "c", 13, 17};
+  Tensor forward(const Tensor& x) { return c(gelu(b(gelu(a(x))))); }
+};
+
+Tensor shape_pass(ShapeNet& net, int step, int part) {
+  const Tensor y = nn::call(net, randn({2, 128}, kF32, static_cast<uint64_t>(step * 100 + part)));
+  const Tensor loss = scale(sum(mul(y, y)), 1e-2);
+  backward(loss);
+  return loss;
+}
+
+TEST_CASE("fsdp matrix: small and prime matrices on more ranks than rows", "[fsdp]") {
+  const auto make = [] { return std::make_unique<ShapeNet>(); };
+  for (const int world : {2, 3, 5, 8, 32}) {
+    NetRun run;
+    run.num_parts = world;
+    const FsdpResult one = train_net_on_threads<ShapeNet>(1, run, make, shape_pass);
+    for (const dist::WrapPolicy& wrap :
+         {dist::wrap::by_class<nn::Linear>(), dist::wrap::whole_model()}) {
+      FsdpResult expected;
+      for (const dist::Strategy strategy : kAllStrategies) {
+        run.fsdp = {};
+        run.fsdp.wrap = wrap;
+        run.fsdp.strategy = strategy;
+        if (strategy >= dist::Strategy::kHybridShard)
+          run.fsdp.shard_size = hybrid_shard_size(world);
+        const FsdpResult actual = train_net_on_threads<ShapeNet>(world, run, make, shape_pass);
+        if (expected.losses.empty()) expected = actual;
+        check_same(actual, expected, fmt::format("world {}, {}", world, name_of(strategy)));
+        check_near(actual, one, 1e-5, fmt::format("one rank and {}", world));
+      }
+    }
+  }
+}
+
+struct LargeNet : nn::Module {
+  nn::Child<nn::Linear> a{this, "a", 4096, 1024, nn::LinearOptions{.bias = false}};
+  Tensor forward(const Tensor& x) { return a(x); }
+};
+
+TEST_CASE("fsdp matrix: 1024 x 4096 over 3 ranks", "[fsdp]") {
+  const auto make = [] { return std::make_unique<LargeNet>(); };
+  const PartFn<LargeNet> pass = [](LargeNet& net, int step, int part) {
+    const Tensor y = nn::call(net, randn({1, 4096}, kF32, static_cast<uint64_t>(step * 10 + part)));
+    const Tensor loss = scale(sum(mul(y, y)), 1e-2);
+    backward(loss);
+    return loss;
+  };
+  NetRun run;
+  run.num_parts = 3;
+  run.num_steps = 2;
+  run.local.context.poison = false;
+  const FsdpResult one = train_net_on_threads<LargeNet>(1, run, make, pass);
+  check_near(train_net_on_threads<LargeNet>(3, run, make, pass), one, 1e-5, "one rank and 3");
+}
+
 }  // namespace
 }  // namespace tessera::testing
