@@ -69,5 +69,15 @@ for file in "$root"/configs/*.toml; do
     --train.eval_every=0 --optim.warmup_steps=1 --sample.tokens=3
   head -2 "$file" | grep -vq '^# ' && { echo "$file: no two lines of comment"; failures=$((failures + 1)); }
 done
+# The presets of FSDP on two ranks, with sizes that a test has time for.
+if [ -n "$mpirun" ]; then
+  read -r -a launch <<<"$mpirun --oversubscribe --bind-to none -n 2"
+  for file in "$root"/configs/fsdp_*.toml; do
+    expect 0 "step 4/4" "$train" "$file" --device=cpu --data.text="$dir/text" \
+      --output.dir="$dir/out" --train.steps=4 --train.micro_batch=2 --train.eval_every=0 \
+      --optim.warmup_steps=1 --model.layers=4 --model.width=48 --model.context=16 \
+      --debug.poison=true --debug.order_check=true
+  done
+fi
 echo "$failures failures"
 [ "$failures" = 0 ]

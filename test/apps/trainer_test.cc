@@ -1,6 +1,7 @@
 #include "apps/trainer.h"
 
 #include <cmath>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <sstream>
 
@@ -216,6 +217,61 @@ TEST_CASE("trainer: in reproducible mode 2 and 4 ranks give the bits of one", "[
           const Config config = small_config(dir, {"--train.reproducible=true"});
           dist::run_ranks(3, [&](dist::World& world) { train(config, world); });
         }).find("train.reproducible: 3 ranks, expected a power of two up to 64") == 0);
+}
+
+TEST_CASE("trainer: strategies, wrappings and recompute policies give the same bits", "[trainer]") {
+  const std::vector<std::string> common = {"--train.steps=4", "--train.micro_batch=2"};
+  const auto losses = [&](std::vector<std::string> extra) {
+    extra.insert(extra.end(), common.begin(), common.end());
+    std::vector<double> values;
+    for (const auto& step : run(4, extra)) values.push_back(step["loss"].get<double>());
+    return values;
+  };
+  const std::vector<double> expected = losses({});
+  for (const std::vector<std::string>& extra : std::vector<std::vector<std::string>>{
+           {"--fsdp.strategy=shard_grad_op"},
+           {"--fsdp.strategy=shard_optim"},
+           {"--fsdp.strategy=no_shard", "--recompute.policy=selective"},
+           {"--fsdp.strategy=hybrid_shard", "--fsdp.shard_size=2"},
+           {"--fsdp.strategy=hybrid_shard_zero2", "--fsdp.shard_size=2",
+            "--fsdp.sync_every_micro_batch=true"},
+           {"--fsdp.sync_every_micro_batch=false", "--recompute.policy=selective"},
+           {"--recompute.policy=every_n"}}) {
+    CAPTURE(extra);
+    CHECK(losses(extra) == expected);
+  }
+  for (const std::vector<std::string>& extra : std::vector<std::vector<std::string>>{
+           {"--fsdp.wrap=every_n_blocks", "--fsdp.wrap_every=2"},
+           {"--fsdp.wrap=min_num_params", "--fsdp.min_num_params=2000"},
+           {"--fsdp.wrap=whole_model"}}) {
+    CAPTURE(extra);
+    CHECK(losses(extra).front() == expected.front());
+  }
+}
+
+TEST_CASE("trainer: the timeline and what compute waited for are written", "[trainer]") {
+  const TempDir dir;
+  const Config config = small_config(dir, {"--train.steps=6", "--debug.trace=" + dir / "trace.json",
+                                           "--debug.trace_from=2", "--debug.trace_steps=2"});
+  dist::run_ranks(2, [&](dist::World& world) { train(config, world); });
+  for (const char* name : {"trace.json", "trace.json.1"}) {
+    const auto trace = nlohmann::json::parse(read_file(dir / name));
+    std::map<std::string, int> tasks, rows;
+    for (const auto& event : trace) {
+      if (event["ph"] == "X") ++tasks[event["name"].get<std::string>()];
+      if (event["name"] == "thread_name") ++rows[event["args"]["name"].get<std::string>()];
+    }
+    CAPTURE(name);
+    CHECK(tasks["all_gather"] > 0);
+    CHECK(tasks["reduce_scatter"] > 0);
+    CHECK(tasks["matmul"] > 0);
+    for (const char* stream : {"compute", "all_gather", "reduce_scatter"}) CHECK(rows[stream] > 0);
+  }
+  for (const auto& step : read_metrics(dir)) {
+    CHECK(step["exposed_gather_ms"].get<double>() >= 0);
+    CHECK(step["exposed_reduce_ms"].get<double>() >= 0);
+  }
+  CHECK(read_metrics(dir).size() == 6);
 }
 
 TEST_CASE("trainer: the same run twice gives the same bits", "[trainer]") {
