@@ -89,6 +89,8 @@ class Offloader final : public optim::ShardStore {
   Tensor make_state(int64_t numel) override;
   void for_each_window(std::span<const optim::ShardParts> parts, const Update& update) override;
 
+  const Stream& h2d() const { return h2d_; }
+  const Stream& d2h() const { return d2h_; }
   /// `stream` waits for `event`.
   void wait(const Stream& stream, const Event& event, OffloadWait point) const;
   OffloadWait hidden_wait = OffloadWait::kNone;  // from the happens-before checker, by tests

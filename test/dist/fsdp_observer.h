@@ -40,8 +40,12 @@ class StreamTap final : public StreamObserver {
   static std::shared_ptr<StreamTap> install(dist::Fsdp& fsdp, const Options& options) {
     dist::Lanes& lanes = fsdp.scheduler().lanes();
     auto tap = std::make_shared<StreamTap>(options);
-    for (const Stream& s :
-         {lanes.compute, lanes.all_gather, lanes.reduce_scatter, lanes.all_reduce}) {
+    std::vector<Stream> streams = {lanes.compute, lanes.all_gather, lanes.reduce_scatter,
+                                   lanes.all_reduce};
+    if (lanes.offloader != nullptr) {
+      streams.insert(streams.end(), {lanes.offloader->h2d(), lanes.offloader->d2h()});
+    }
+    for (const Stream& s : streams) {
       s.drain();
       if (std::find(tap->streams_.begin(), tap->streams_.end(), s.impl()) != tap->streams_.end()) {
         continue;  // one communicator: one stream does both
