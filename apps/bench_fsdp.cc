@@ -166,11 +166,11 @@ int64_t kernel_ns(const std::vector<TraceEvent>& events, const std::set<int>& co
 Exposure measure_overlap(int prefetch, int num_ranks) {
   constexpr int kSteps = 6;
   Workload work;
-  work.model = llama(/*layers=*/24, /*width=*/128, /*context=*/64);
+  work.model = llama(/*layers=*/48, /*width=*/128, /*context=*/64);
   work.micro_batch = 16;
   work.fsdp.prefetch_forward = work.fsdp.prefetch_backward = prefetch;
   dist::LocalOptions options = local_options();
-  options.latency_us = 2000;
+  options.latency_us = 1000;
   options.bandwidth_bytes_per_s = 2e9;
   std::set<int> compute_ids;
   std::mutex mutex;
@@ -217,7 +217,7 @@ bool bench_overlap(bool as_json) {
   constexpr int kRanks = 2;
   if (!as_json) {
     fmt::print(
-        "overlap: 24 blocks on {} ranks, a network of 2 ms latency and 2 GB/s\n"
+        "overlap: 48 blocks on {} ranks, a network of 1 ms latency and 2 GB/s\n"
         "  prefetch   step ms  exposed ms  of prefetch 0  compute ms a unit  transfer ms a unit\n",
         kRanks);
   }
