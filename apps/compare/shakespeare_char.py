@@ -1,15 +1,22 @@
 #!/usr/bin/env python3
 """The recipe of configs/shakespeare_char_cpu.toml in PyTorch (eager, CPU), for comparison.
 
-    python3 apps/compare/shakespeare_char.py input.txt [--seeds 1 2 3] [--threads 2] [--steps 2000]
+    python3 apps/compare/shakespeare_char.py input.txt [--tessera build/apps/tessera-train]
+        [--seeds 1 2 3] [--threads 2] [--steps 2000]
 
-Prints one JSON line a seed: validation loss over the whole split (non-overlapping windows, nats a
-character) and the wall time of training without evaluation. Needs the package torch.
+Prints a JSON line a seed: validation loss over the whole split (non-overlapping windows, nats a
+character) and the wall time of training without evaluation; with --tessera, interleaved, the same
+of Tessera, whose time is that of the whole process (set-up and the last evaluation included).
+Needs the package torch.
 """
 
 import argparse
 import json
 import math
+import os
+import statistics
+import subprocess
+import tempfile
 import time
 
 import torch
@@ -93,9 +100,24 @@ def train(train_ids, val_ids, vocab, seed, steps):
     return total / windows, seconds
 
 
+def run_tessera(program, text, seed, steps, threads):
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            program, f"{root}/configs/shakespeare_char_cpu.toml", f"--data.text={text}",
+            f"--output.dir={folder}", f"--train.seed={seed}", f"--train.steps={steps}",
+            f"--train.threads={threads}", "--train.eval_every=0", "--sample.tokens=0"]
+        begin = time.perf_counter()
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        seconds = time.perf_counter() - begin
+        with open(f"{folder}/metrics.jsonl", encoding="utf-8") as f:
+            return json.loads(f.readlines()[-1])["val_loss"], seconds
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("text")
+    parser.add_argument("--tessera")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--steps", type=int, default=2000)
@@ -105,10 +127,19 @@ def main():
     table = {c: i for i, c in enumerate(sorted(set(text)))}
     ids = torch.tensor([table[c] for c in text])
     split = int(0.9 * len(ids))
+    losses, ratios = [], []
     for seed in args.seeds:
         loss, seconds = train(ids[:split], ids[split:], len(table), seed, args.steps)
-        print(json.dumps({"seed": seed, "val_loss": round(loss, 4), "seconds": round(seconds, 2)}),
-              flush=True)
+        line = {"seed": seed, "val_loss": round(loss, 4), "seconds": round(seconds, 2)}
+        if args.tessera:
+            ours, our_seconds = run_tessera(args.tessera, args.text, seed, args.steps, args.threads)
+            line |= {"tessera_val_loss": round(ours, 4), "tessera_seconds": round(our_seconds, 2)}
+            losses.append(ours)
+            ratios.append(seconds / our_seconds)
+        print(json.dumps(line), flush=True)
+    if ratios:
+        print(f"Tessera: median validation loss {statistics.median(losses):.4f}, median time ratio "
+              f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
 
 
 if __name__ == "__main__":
