@@ -17,6 +17,12 @@ std::string index_of(int64_t flat, const Shape& shape) {
   return fmt::format("{}", index);
 }
 
+/// A test may use its inputs on other streams, in other Contexts: they are there when it gets them.
+Tensor ready(Tensor tensor) {
+  current_stream().synchronize();
+  return tensor;
+}
+
 }  // namespace
 
 double tol(DType dtype, int64_t reduce_length) {
@@ -44,7 +50,7 @@ Tensor randn(const Shape& shape, DType dtype, uint64_t seed, double scale) {
     const double v = static_cast<double>(bits[1]) * 0x1p-32;
     values[i] = scale * std::sqrt(-2 * std::log(u)) * std::cos(2 * M_PI * v);
   }
-  return from_values(values, shape, dtype);
+  return ready(from_values(values, shape, dtype));
 }
 
 Tensor randint(int64_t low, int64_t high, const Shape& shape, DType dtype, uint64_t seed) {
@@ -54,7 +60,7 @@ Tensor randint(int64_t low, int64_t high, const Shape& shape, DType dtype, uint6
     values[i] =
         low + static_cast<int64_t>(philox(key, 0, i)[0] % static_cast<uint64_t>(high - low));
   }
-  return from_values(values, shape, dtype);
+  return ready(from_values(values, shape, dtype));
 }
 
 void check_close(const std::vector<double>& actual, const std::vector<double>& expected,
