@@ -119,7 +119,7 @@ FsdpResult run_fsdp(dist::World& world, const FsdpRun& run) {
                             for (double& g : result.gradients[name]) g /= held;
                           });
     }
-    adamw.step(1e-2f, clip.factor, clip.found_inf);
+    adamw.step(run.lr, clip.factor, clip.found_inf);
     scaler.update(clip.found_inf);
     if (step == 1) result.program = fsdp->program();
     if (run.on_step) run.on_step(step, *fsdp, world);

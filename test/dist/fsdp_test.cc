@@ -58,5 +58,22 @@ TEST_CASE("fsdp: ranks, micro-batches and ragged data give what one rank does", 
   }
 }
 
+TEST_CASE("fsdp: 20 steps on 1 to 4 ranks stay with one rank that shards nothing", "[fsdp]") {
+  FsdpRun run;
+  run.num_steps = 20;
+  run.samples_per_step = 12;
+  // AdamW turns rounding of a gradient near zero into steps of lr: a larger one measures that.
+  run.lr = 1e-3f;
+  run.fsdp.strategy = Strategy::kNoShard;
+  const FsdpResult expected = run_fsdp_on_threads(1, run);
+  run.fsdp.strategy = Strategy::kFullShard;
+  for (const int world : {1, 2, 3, 4}) {
+    const std::string what = fmt::format("full_shard world {}", world);
+    const FsdpResult actual = run_fsdp_on_threads(world, run);
+    check_near(actual, expected, 1e-5, what);
+    check_same(run_fsdp_on_threads(world, run), actual, what + ", a second run");
+  }
+}
+
 }  // namespace
 }  // namespace tessera
