@@ -7,13 +7,12 @@
 #include <atomic>
 #include <chrono>
 #include <cmath>
-#include <cstring>
 #include <deque>
 #include <filesystem>
 #include <thread>
 
-#include "apps/data.h"
 #include "apps/metrics.h"
+#include "apps/options.h"
 #include "core/autograd.h"
 #include "core/files.h"
 #include "core/log.h"
@@ -21,15 +20,7 @@
 #include "core/random.h"
 #include "core/runtime/context.h"
 #include "core/runtime/order_check.h"
-#include "dist/checkpoint/safetensors.h"
-#include "dist/fsdp/fully_shard.h"
-#include "dist/fsdp/scaler.h"
 #include "nn/generate.h"
-#include "nn/gpt2.h"
-#include "nn/llama.h"
-#include "optim/adamw.h"
-#include "optim/schedule.h"
-#include "optim/sgd.h"
 
 namespace tessera::apps {
 namespace {
@@ -38,114 +29,6 @@ using Clock = std::chrono::steady_clock;
 
 double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
-}
-
-DType dtype_from_name(const std::string& name) {
-  return name == "bf16" ? kBF16 : name == "f16" ? kF16 : kF32;
-}
-
-std::optional<DType> dtype_or_same(const std::string& name) {
-  return name == "same" ? std::nullopt : std::optional(dtype_from_name(name));
-}
-
-dist::LossScaleOptions loss_scale_options(const PrecisionConfig& config) {
-  using dist::LossScaling;
-  const bool is_auto = config.loss_scale == "auto";
-  dist::LossScaleOptions options;
-  options.scaling = config.loss_scale == "static" ? LossScaling::kStatic
-                    : config.loss_scale == "dynamic" || (is_auto && config.param_dtype == "f16")
-                        ? LossScaling::kDynamic
-                        : LossScaling::kNone;
-  options.init = config.loss_scale_init;
-  options.rule.interval = config.loss_scale_interval;
-  options.rule.min_scale = std::min(options.rule.min_scale, options.init);
-  return options;
-}
-
-nn::RecomputePolicy recompute_policy(const RecomputeConfig& config) {
-  using Kind = nn::RecomputePolicy::Kind;
-  const Kind kind = config.policy == "full"        ? Kind::kFull
-                    : config.policy == "every_n"   ? Kind::kEveryN
-                    : config.policy == "selective" ? Kind::kSelective
-                                                   : Kind::kNone;
-  return {kind, config.every_n};
-}
-
-dist::FsdpOptions fsdp_options(const Config& config) {
-  dist::FsdpOptions options;
-  options.strategy = dist::strategy_from_name(config.fsdp.strategy);
-  options.shard_size = static_cast<int>(config.fsdp.shard_size);
-  if (config.fsdp.wrap == "whole_model") options.wrap = dist::wrap::whole_model();
-  if (config.fsdp.wrap == "every_n_blocks") {
-    options.wrap = dist::wrap::every_n_blocks(static_cast<int>(config.fsdp.wrap_every));
-  }
-  if (config.fsdp.wrap == "min_num_params") {
-    options.wrap = dist::wrap::min_num_params(config.fsdp.min_num_params);
-  }
-  if (config.fsdp.sync_every_micro_batch != "auto") {
-    options.sync_every_micro_batch = dist::grad_sync_from_name(config.fsdp.sync_every_micro_batch);
-  }
-  const std::string& reshard = config.fsdp.reshard_after_forward;
-  if (reshard == "true" || reshard == "false") {
-    options.reshard_after_forward = reshard == "true";
-  } else if (reshard != "auto") {
-    options.reshard_after_forward = std::stoi(reshard);
-  }
-  options.prefetch_forward = static_cast<int>(config.fsdp.prefetch_forward);
-  options.prefetch_backward = static_cast<int>(config.fsdp.prefetch_backward);
-  options.communicators = static_cast<int>(config.fsdp.communicators);
-  options.offload = dist::offload_from_name(config.fsdp.offload);
-  options.reproducible = config.train.reproducible;
-  options.precision.norm_fp32 = config.precision.norm_fp32;
-  options.precision.param_dtype = dtype_from_name(config.precision.param_dtype);
-  options.precision.reduce_dtype = dtype_from_name(config.precision.reduce_dtype);
-  options.precision.wire_dtype = dtype_or_same(config.fsdp.wire_dtype);
-  options.precision.output_dtype = dtype_or_same(config.precision.output_dtype);
-  options.precision.buffer_dtype = dtype_or_same(config.precision.buffer_dtype);
-  options.precision.cast_forward_inputs = config.precision.cast_forward_inputs;
-  return options;
-}
-
-std::unique_ptr<optim::Optimizer> make_optimizer(const OptimConfig& config,
-                                                 const std::vector<optim::FlatShard>& shards) {
-  const auto lr = static_cast<float>(config.lr);
-  const auto weight_decay = static_cast<float>(config.weight_decay);
-  if (config.name == "sgd") {
-    optim::SgdOptions options;
-    options.lr = lr;
-    options.momentum = static_cast<float>(config.momentum);
-    options.weight_decay = weight_decay;
-    return std::make_unique<optim::Sgd>(shards, options);
-  }
-  optim::AdamWOptions options;
-  options.lr = lr;
-  options.beta1 = config.beta1;
-  options.beta2 = config.beta2;
-  options.eps = config.eps;
-  options.weight_decay = weight_decay;
-  return std::make_unique<optim::AdamW>(shards, options);
-}
-
-optim::Schedule make_schedule(const Config& config) {
-  optim::ScheduleOptions options;
-  options.kind = optim::schedule_from_name(config.optim.schedule);
-  options.peak_lr = static_cast<float>(config.optim.lr);
-  options.final_lr = static_cast<float>(config.optim.final_lr);
-  options.num_steps = config.train.steps;
-  options.warmup_steps = config.optim.warmup_steps;
-  options.decay_steps =
-      config.optim.decay_steps == 0 ? config.train.steps / 5 : config.optim.decay_steps;
-  return optim::Schedule(options);
-}
-
-SampleOptions sample_options(const Config& config, int64_t vocab_size) {
-  SampleOptions options;
-  options.context = config.model.context;
-  options.vocab_size = vocab_size;
-  options.seed = static_cast<uint64_t>(config.train.seed);
-  options.separator = config.data.separator;
-  options.restart_positions = config.data.restart_positions;
-  return options;
 }
 
 void prepare_output_dir(const Config& config) {
@@ -211,7 +94,6 @@ class Trainer {
   double sum_in_sample_order(const std::vector<Tensor>& sums);
   nn::ForwardOptions forward_options(const Batch& batch) const;
   void print_sample();
-  void save_model();
   bool is_out_of_time();
   void follow_trace(int64_t step);
   void write_trace();
@@ -500,7 +382,9 @@ TrainResult Trainer::run() {
     if (stops) break;
   }
   write_trace();
-  save_model();
+  const std::string path = config_.output.dir + "/model.safetensors";
+  apps::save_model(path, *model_, *fsdp_, world_);
+  if (log_ != nullptr) log_->print("model: " + path);
   print_sample();
   return result;
 }
@@ -520,71 +404,7 @@ void Trainer::print_sample() {
   if (log_ != nullptr) log_->print("sample:\n" + decode_generated(*data_.tokenizer, text));
 }
 
-void Trainer::save_model() {
-  const std::string path = config_.output.dir + "/model.safetensors";
-  std::unique_ptr<dist::SafetensorsWriter> writer;
-  std::optional<IoError> failed;  // the other ranks go on with the gathers until all know
-  const auto attempt = [&](auto&& f) {
-    if (failed || world_.rank() != 0) return;
-    try {
-      f();
-    } catch (const IoError& error) {
-      failed = error;
-    }
-  };
-  attempt([&] {
-    std::vector<dist::SafetensorsEntry> entries;
-    for (const nn::NamedParameter& p : model_->named_parameters()) {
-      entries.push_back({p.name, kF32, p.parameter->tensor.shape()});
-    }
-    writer = std::make_unique<dist::SafetensorsWriter>(
-        path, std::move(entries), std::map<std::string, std::string>{{"format", "tessera"}});
-  });
-  fsdp_->for_each_full(dist::Fsdp::State::kMaster, [&](const std::string& name, const Tensor& x) {
-    attempt([&] {
-      const std::vector<float> values = x.to_vector_of<float>();
-      writer->write(name, values.data(), static_cast<int64_t>(values.size() * sizeof(float)));
-    });
-  });
-  attempt([&] { writer->finish(); });
-  world_.control().verdict(failed ? &*failed : nullptr);
-  if (log_ != nullptr) log_->print("model: " + path);
-}
-
 }  // namespace
-
-std::unique_ptr<nn::LanguageModel> make_model(const ModelConfig& config, int64_t vocab_size) {
-  if (config.kind == "gpt2") {
-    nn::Gpt2Config c;
-    c.vocab_size = vocab_size;
-    c.context_length = config.context;
-    c.num_layers = config.layers;
-    c.num_heads = config.heads;
-    c.width = config.width;
-    c.ffn_width = config.ffn;
-    c.bias = config.bias;
-    c.tied = config.tied;
-    c.dropout = config.dropout;
-    c.norm_eps = static_cast<float>(config.norm_eps);
-    c.gelu = config.gelu == "exact" ? Gelu::kExact : Gelu::kTanh;
-    return std::make_unique<nn::Gpt2>(c);
-  }
-  nn::LlamaConfig c;
-  c.vocab_size = vocab_size;
-  c.context_length = config.context;
-  c.num_layers = config.layers;
-  c.num_heads = config.heads;
-  c.num_kv_heads = config.kv_heads;
-  c.width = config.width;
-  c.head_width = config.head_width;
-  c.ffn_width = config.ffn;
-  c.tied = config.tied;
-  c.qkv_bias = config.qkv_bias;
-  c.qk_norm = config.qk_norm;
-  c.norm_eps = static_cast<float>(config.norm_eps);
-  c.rope.theta = static_cast<float>(config.rope_theta);
-  return std::make_unique<nn::Llama>(c);
-}
 
 TrainResult train(const Config& config, dist::World& world) {
   world.set_timeout(std::chrono::milliseconds(static_cast<int64_t>(config.dist.timeout * 1e3)));
@@ -633,38 +453,6 @@ TrainResult train(const Config& config, dist::World& world) {
     report(RunState::kFailed, steps_done, error.what());
     throw;
   }
-}
-
-SavedModel load_model(const std::string& dir) {
-  SavedModel saved;
-  saved.config = load_config(dir + "/config.toml");
-  const dist::SafetensorsFile file(dir + "/model.safetensors");
-  if (std::filesystem::exists(dir + "/tokenizer.json")) {
-    saved.tokenizer = load_tokenizer(dir + "/tokenizer.json");
-  }
-  const int64_t vocab_size = saved.config.model.vocab != 0 ? saved.config.model.vocab
-                             : saved.tokenizer != nullptr  ? saved.tokenizer->vocab_size()
-                                                           : 0;
-  saved.model = make_model(saved.config.model, vocab_size);
-  const auto parameters = saved.model->named_parameters();
-  for (const nn::NamedParameter& p : parameters) {
-    const dist::SafetensorsEntry& entry = file.find(p.name);
-    Tensor& tensor = p.parameter->tensor;
-    if (entry.shape != tensor.shape() || entry.dtype != kF32) {
-      throw InputError(fmt::format("{}/model.safetensors: tensor {} is {} {}, expected f32 {}", dir,
-                                   entry.name, entry.dtype, entry.shape, tensor.shape()));
-    }
-    std::vector<float> values(static_cast<size_t>(entry.shape.numel()));
-    std::memcpy(values.data(), file.data(entry), values.size() * sizeof(float));
-    NoGrad no_grad;
-    tensor.copy_(from_values(std::span<const float>(values), entry.shape));
-  }
-  if (file.entries().size() != parameters.size()) {
-    throw InputError(fmt::format("{}/model.safetensors: {} tensors, expected the model's {}", dir,
-                                 file.entries().size(), parameters.size()));
-  }
-  saved.model->reset_buffers();
-  return saved;
 }
 
 }  // namespace tessera::apps

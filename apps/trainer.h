@@ -1,19 +1,15 @@
 #pragma once
 
-#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "apps/config.h"
-#include "apps/tokenizer.h"
+#include "apps/options.h"
+#include "apps/saved_model.h"
 #include "dist/comm/world.h"
-#include "nn/transformer.h"
 
 namespace tessera::apps {
-
-/// The model that the configuration describes, for `vocab_size` tokens.
-std::unique_ptr<nn::LanguageModel> make_model(const ModelConfig& config, int64_t vocab_size);
 
 struct TrainResult {
   int64_t steps = 0;
@@ -31,15 +27,6 @@ struct TrainResult {
 /// error. Errors   ConfigError, InputError, NumericsError (non-finite loss or gradient norm, with
 /// the step; that step changes nothing), IoError
 TrainResult train(const Config& config, dist::World& world);
-
-/// A model that `train` saved, with values, on the device of the current Context.
-struct SavedModel {
-  Config config;
-  std::unique_ptr<Tokenizer> tokenizer;  ///< none if it was trained on token shards
-  std::unique_ptr<nn::LanguageModel> model;
-};
-/// InputError that names file and tensor if something is missing, unexpected or of another shape.
-SavedModel load_model(const std::string& dir);
 
 /// `tessera-train` and `tessera-generate` with the arguments after the program's name.
 int train_command(const std::vector<std::string>& arguments, dist::World& world);

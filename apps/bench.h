@@ -1,0 +1,43 @@
+#pragma once
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "core/dtype.h"
+
+// What the benchmarks share: timing on a stream, and what the device could do.
+
+namespace tessera::apps {
+
+/// Times of single runs, milliseconds.
+struct Timing {
+  double median_ms = 0, min_ms = 0, max_ms = 0;
+};
+
+/// Of any number of times; zero without any.
+Timing summarize(std::vector<double> times_ms);
+
+/// Times what `submit` puts on the current stream, `runs` times after two runs to warm up.
+/// On `cpu` each run is timed alone, after a buffer larger than the caches was overwritten; what
+/// is known is then in memory, as it mostly is in training. On `cuda` a run is a row of submissions
+/// back to back that lasts at least 2 ms, so that launches hide behind each other; working sets
+/// should exceed the L2 several times.
+Timing time_on_stream(const std::function<void()>& submit, int runs = 20);
+
+/// What the device reaches: bytes read + written by a copy of 256 MiB, and floating-point
+/// operations of a 2048^3 (`cuda`: 8192^3) matrix product.
+struct Roofline {
+  double bytes_per_s = 0;
+  double f32_flops_per_s = 0;
+  double bf16_flops_per_s = 0;
+
+  double flops_per_s(DType dtype) const {
+    return dtype == kF32 || dtype == kF64 ? f32_flops_per_s : bf16_flops_per_s;
+  }
+  /// The shortest time for so many operations and bytes, milliseconds.
+  double floor_ms(double flops, double nbytes, DType dtype) const;
+};
+Roofline measure_roofline();
+
+}  // namespace tessera::apps
