@@ -1,0 +1,156 @@
+#include "apps/options.h"
+
+#include <algorithm>
+
+#include "nn/gpt2.h"
+#include "nn/llama.h"
+#include "optim/adamw.h"
+#include "optim/sgd.h"
+
+namespace tessera::apps {
+namespace {
+
+DType dtype_from_name(const std::string& name) {
+  return name == "bf16" ? kBF16 : name == "f16" ? kF16 : kF32;
+}
+
+std::optional<DType> dtype_or_same(const std::string& name) {
+  return name == "same" ? std::nullopt : std::optional(dtype_from_name(name));
+}
+
+}  // namespace
+
+std::unique_ptr<nn::LanguageModel> make_model(const ModelConfig& config, int64_t vocab_size) {
+  if (config.kind == "gpt2") {
+    nn::Gpt2Config c;
+    c.vocab_size = vocab_size;
+    c.context_length = config.context;
+    c.num_layers = config.layers;
+    c.num_heads = config.heads;
+    c.width = config.width;
+    c.ffn_width = config.ffn;
+    c.bias = config.bias;
+    c.tied = config.tied;
+    c.dropout = config.dropout;
+    c.norm_eps = static_cast<float>(config.norm_eps);
+    c.gelu = config.gelu == "exact" ? Gelu::kExact : Gelu::kTanh;
+    return std::make_unique<nn::Gpt2>(c);
+  }
+  nn::LlamaConfig c;
+  c.vocab_size = vocab_size;
+  c.context_length = config.context;
+  c.num_layers = config.layers;
+  c.num_heads = config.heads;
+  c.num_kv_heads = config.kv_heads;
+  c.width = config.width;
+  c.head_width = config.head_width;
+  c.ffn_width = config.ffn;
+  c.tied = config.tied;
+  c.qkv_bias = config.qkv_bias;
+  c.qk_norm = config.qk_norm;
+  c.norm_eps = static_cast<float>(config.norm_eps);
+  c.rope.theta = static_cast<float>(config.rope_theta);
+  return std::make_unique<nn::Llama>(c);
+}
+
+dist::LossScaleOptions loss_scale_options(const PrecisionConfig& config) {
+  using dist::LossScaling;
+  const bool is_auto = config.loss_scale == "auto";
+  dist::LossScaleOptions options;
+  options.scaling = config.loss_scale == "static" ? LossScaling::kStatic
+                    : config.loss_scale == "dynamic" || (is_auto && config.param_dtype == "f16")
+                        ? LossScaling::kDynamic
+                        : LossScaling::kNone;
+  options.init = config.loss_scale_init;
+  options.rule.interval = config.loss_scale_interval;
+  options.rule.min_scale = std::min(options.rule.min_scale, options.init);
+  return options;
+}
+
+nn::RecomputePolicy recompute_policy(const RecomputeConfig& config) {
+  using Kind = nn::RecomputePolicy::Kind;
+  const Kind kind = config.policy == "full"        ? Kind::kFull
+                    : config.policy == "every_n"   ? Kind::kEveryN
+                    : config.policy == "selective" ? Kind::kSelective
+                                                   : Kind::kNone;
+  return {kind, config.every_n};
+}
+
+dist::FsdpOptions fsdp_options(const Config& config) {
+  dist::FsdpOptions options;
+  options.strategy = dist::strategy_from_name(config.fsdp.strategy);
+  options.shard_size = static_cast<int>(config.fsdp.shard_size);
+  if (config.fsdp.wrap == "whole_model") options.wrap = dist::wrap::whole_model();
+  if (config.fsdp.wrap == "every_n_blocks") {
+    options.wrap = dist::wrap::every_n_blocks(static_cast<int>(config.fsdp.wrap_every));
+  }
+  if (config.fsdp.wrap == "min_num_params") {
+    options.wrap = dist::wrap::min_num_params(config.fsdp.min_num_params);
+  }
+  if (config.fsdp.sync_every_micro_batch != "auto") {
+    options.sync_every_micro_batch = dist::grad_sync_from_name(config.fsdp.sync_every_micro_batch);
+  }
+  const std::string& reshard = config.fsdp.reshard_after_forward;
+  if (reshard == "true" || reshard == "false") {
+    options.reshard_after_forward = reshard == "true";
+  } else if (reshard != "auto") {
+    options.reshard_after_forward = std::stoi(reshard);
+  }
+  options.prefetch_forward = static_cast<int>(config.fsdp.prefetch_forward);
+  options.prefetch_backward = static_cast<int>(config.fsdp.prefetch_backward);
+  options.communicators = static_cast<int>(config.fsdp.communicators);
+  options.offload = dist::offload_from_name(config.fsdp.offload);
+  options.reproducible = config.train.reproducible;
+  options.precision.norm_fp32 = config.precision.norm_fp32;
+  options.precision.param_dtype = dtype_from_name(config.precision.param_dtype);
+  options.precision.reduce_dtype = dtype_from_name(config.precision.reduce_dtype);
+  options.precision.wire_dtype = dtype_or_same(config.fsdp.wire_dtype);
+  options.precision.output_dtype = dtype_or_same(config.precision.output_dtype);
+  options.precision.buffer_dtype = dtype_or_same(config.precision.buffer_dtype);
+  options.precision.cast_forward_inputs = config.precision.cast_forward_inputs;
+  return options;
+}
+
+std::unique_ptr<optim::Optimizer> make_optimizer(const OptimConfig& config,
+                                                 const std::vector<optim::FlatShard>& shards) {
+  const auto lr = static_cast<float>(config.lr);
+  const auto weight_decay = static_cast<float>(config.weight_decay);
+  if (config.name == "sgd") {
+    optim::SgdOptions options;
+    options.lr = lr;
+    options.momentum = static_cast<float>(config.momentum);
+    options.weight_decay = weight_decay;
+    return std::make_unique<optim::Sgd>(shards, options);
+  }
+  optim::AdamWOptions options;
+  options.lr = lr;
+  options.beta1 = config.beta1;
+  options.beta2 = config.beta2;
+  options.eps = config.eps;
+  options.weight_decay = weight_decay;
+  return std::make_unique<optim::AdamW>(shards, options);
+}
+
+optim::Schedule make_schedule(const Config& config) {
+  optim::ScheduleOptions options;
+  options.kind = optim::schedule_from_name(config.optim.schedule);
+  options.peak_lr = static_cast<float>(config.optim.lr);
+  options.final_lr = static_cast<float>(config.optim.final_lr);
+  options.num_steps = config.train.steps;
+  options.warmup_steps = config.optim.warmup_steps;
+  options.decay_steps =
+      config.optim.decay_steps == 0 ? config.train.steps / 5 : config.optim.decay_steps;
+  return optim::Schedule(options);
+}
+
+SampleOptions sample_options(const Config& config, int64_t vocab_size) {
+  SampleOptions options;
+  options.context = config.model.context;
+  options.vocab_size = vocab_size;
+  options.seed = static_cast<uint64_t>(config.train.seed);
+  options.separator = config.data.separator;
+  options.restart_positions = config.data.restart_positions;
+  return options;
+}
+
+}  // namespace tessera::apps

@@ -1,0 +1,29 @@
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "apps/config.h"
+#include "apps/data.h"
+#include "dist/fsdp/fully_shard.h"
+#include "dist/fsdp/scaler.h"
+#include "nn/transformer.h"
+#include "optim/optimizer.h"
+#include "optim/schedule.h"
+
+// What the keys of a configuration mean to the libraries.
+
+namespace tessera::apps {
+
+/// The model that the configuration describes, for `vocab_size` tokens.
+std::unique_ptr<nn::LanguageModel> make_model(const ModelConfig& config, int64_t vocab_size);
+
+dist::LossScaleOptions loss_scale_options(const PrecisionConfig& config);
+nn::RecomputePolicy recompute_policy(const RecomputeConfig& config);
+dist::FsdpOptions fsdp_options(const Config& config);
+std::unique_ptr<optim::Optimizer> make_optimizer(const OptimConfig& config,
+                                                 const std::vector<optim::FlatShard>& shards);
+optim::Schedule make_schedule(const Config& config);
+SampleOptions sample_options(const Config& config, int64_t vocab_size);
+
+}  // namespace tessera::apps
