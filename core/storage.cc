@@ -20,6 +20,15 @@ void Storage::materialize(const std::shared_ptr<Allocator>& allocator, const Str
   data_ = Allocator::data(block_);
 }
 
+void Storage::materialize_segment(std::shared_ptr<MemoryBackend> backend,
+                                  MemoryClass memory_class) {
+  if (nbytes_ == 0 || data_ != nullptr) return;
+  allocator_ = Context::current()->allocator();
+  block_ =
+      allocator_->allocate_segment(std::move(backend), nbytes_, current_stream(), memory_class);
+  data_ = Allocator::data(block_);
+}
+
 void Storage::attach(void* data, std::shared_ptr<void> owner) {
   release();
   data_ = data;

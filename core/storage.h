@@ -33,6 +33,8 @@ class Storage {
   void materialize(MemoryClass memory_class = MemoryScope::current());
   void materialize(const std::shared_ptr<Allocator>& allocator, const Stream& stream,
                    MemoryClass memory_class);
+  /// Own bytes from `backend`, see `Allocator::allocate_segment`.
+  void materialize_segment(std::shared_ptr<MemoryBackend> backend, MemoryClass memory_class);
   /// Uses memory of `owner`, which is kept alive until release.
   void attach(void* data, std::shared_ptr<void> owner = nullptr);
   void release();

@@ -2,10 +2,9 @@
 
 #include <fmt/ranges.h>
 
-#include <cstring>
-
 #include "core/autograd.h"
 #include "core/elementary/kernel.h"
+#include "core/runtime/staging.h"
 
 namespace tessera {
 namespace {
@@ -54,15 +53,9 @@ Tensor from_host(const void* values, DType value_dtype, int64_t count, const Sha
   if (count == 0) return out;
   const Strides dense = contiguous_strides(shape);
   // Converted on the host first, so that the values may go when we return and any device works.
-  std::vector<char> staged(static_cast<size_t>(out.nbytes()));
+  HostBuffer staged = Context::current()->staging()->acquire(static_cast<size_t>(out.nbytes()));
   kernels::cpu::copy({staged.data(), values, dtype, value_dtype, shape, dense, dense, false});
-  const Stream& stream = current_stream();
-  TESSERA_CHECK(stream.device().type == DeviceType::kCpu, "from_values: not available on device {}",
-                stream.device());
-  stream.declare("from_values", Cost().write(out.raw_data(), out.nbytes()));
-  stream.submit("from_values", [dst = out.raw_data(), staged = std::move(staged)] {
-    std::memcpy(dst, staged.data(), staged.size());
-  });
+  std::move(staged).upload("from_values", current_stream(), out.raw_data());
   return out;
 }
 
@@ -279,13 +272,18 @@ double Tensor::item() const {
 
 std::vector<double> Tensor::to_vector() const {
   const TensorImpl& t = get(*this);
-  TESSERA_CHECK(device().type == DeviceType::kCpu, "to_vector: not available on device {}",
-                device());
-  current_stream().synchronize();
   std::vector<double> values(static_cast<size_t>(numel()));
-  if (values.empty()) return values;
-  kernels::cpu::copy({values.data(), raw_data(), kF64, t.dtype, t.shape,
-                      contiguous_strides(t.shape), t.strides, false});
+  const Strides dense = contiguous_strides(t.shape);
+  if (values.empty() || device().type == DeviceType::kCpu) {
+    current_stream().synchronize();
+    if (values.empty()) return values;
+    kernels::cpu::copy(
+        {values.data(), raw_data(), kF64, t.dtype, t.shape, dense, t.strides, false});
+    return values;
+  }
+  const Tensor source = is_contiguous() ? *this : detach().clone();
+  const HostCopy copy(source);
+  kernels::cpu::copy({values.data(), copy.data(), kF64, t.dtype, t.shape, dense, dense, false});
   return values;
 }
 

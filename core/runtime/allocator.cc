@@ -113,7 +113,8 @@ struct Allocator::Block {
   Stream stream;
   MemoryClass memory_class = MemoryClass::kOther;
   bool is_free = false;
-  Block *previous = nullptr, *next = nullptr;  // neighbours in the segment
+  std::shared_ptr<MemoryBackend> own_backend = nullptr;  // of allocate_segment
+  Block *previous = nullptr, *next = nullptr;            // neighbours in the segment
 
   bool is_whole_segment() const { return previous == nullptr && next == nullptr; }
 };
@@ -242,6 +243,36 @@ Allocator::Block* Allocator::allocate(size_t nbytes, const Stream& stream,
     }
     if (attempt == 0) empty_cache();  // fragments may be in the way
   }
+  throw_out_of_memory(nbytes);
+}
+
+Allocator::Block* Allocator::allocate_segment(std::shared_ptr<MemoryBackend> backend, size_t nbytes,
+                                              const Stream& stream, MemoryClass memory_class) {
+  const size_t rounded = round_up(std::max<size_t>(nbytes, 1), kGranule);
+  const auto count = static_cast<int64_t>(rounded);
+  for (int attempt = 0; attempt < 2; ++attempt) {
+    {
+      std::lock_guard lock(state_->mutex);
+      AllocatorStats& s = state_->stats;
+      const bool fits = options_.limit == 0 || s.reserved + count <= options_.limit;
+      if (void* data = fits ? backend->allocate(rounded) : nullptr; data != nullptr) {
+        ++s.num_backend_allocations;
+        ++s.num_allocations;
+        s.reserved += count;
+        s.peak_reserved = std::max(s.peak_reserved, s.reserved);
+        auto* block = new Block{static_cast<char*>(data), rounded, false, stream, memory_class};
+        block->own_backend = std::move(backend);
+        state_->count(*block, 1);
+        if (options_.poison) stream.fill_bytes("poison", data, 0xff, rounded);
+        return block;
+      }
+    }
+    if (attempt == 0) empty_cache();
+  }
+  throw_out_of_memory(nbytes);
+}
+
+void Allocator::throw_out_of_memory(size_t nbytes) const {
   const AllocatorStats now = stats();
   const int64_t available = options_.limit > 0 ? options_.limit - now.reserved : -1;
   throw OutOfMemoryError(fmt::format(
@@ -252,6 +283,15 @@ Allocator::Block* Allocator::allocate(size_t nbytes, const Stream& stream,
 }
 
 void Allocator::free(Block* block) noexcept {
+  if (block->own_backend != nullptr) {
+    block->stream.drain();
+    std::lock_guard lock(state_->mutex);
+    state_->count(*block, -1);
+    state_->stats.reserved -= static_cast<int64_t>(block->nbytes);
+    block->own_backend->free(block->data, block->nbytes);
+    delete block;
+    return;
+  }
   if (options_.poison) block->stream.fill_bytes("poison", block->data, 0xff, block->nbytes);
   std::lock_guard lock(state_->mutex);
   state_->count(*block, -1);
@@ -299,7 +339,12 @@ void Allocator::empty_cache() {
 
 AllocatorStats Allocator::stats() const {
   std::lock_guard lock(state_->mutex);
-  return state_->stats;
+  AllocatorStats s = state_->stats;
+  for (const auto& [_, pool] : state_->free_blocks) {
+    if (pool.empty()) continue;
+    s.largest_free = std::max(s.largest_free, static_cast<int64_t>((*pool.rbegin())->nbytes));
+  }
+  return s;
 }
 
 void Allocator::reset_peak() {
@@ -323,6 +368,11 @@ std::string Allocator::report() const {
                       format_nbytes(now.peak_allocated));
   text += fmt::format("  {:<16} {:>12} {:>12}\n", "reserved", format_nbytes(now.reserved),
                       format_nbytes(now.peak_reserved));
+  if (now.reserved > now.allocated) {
+    text +=
+        fmt::format("  {:<16} {:>12}, the largest block {}\n", "cached",
+                    format_nbytes(now.reserved - now.allocated), format_nbytes(now.largest_free));
+  }
   std::function<std::string()> advice;
   {
     std::lock_guard lock(state_->mutex);

@@ -57,6 +57,7 @@ struct AllocatorStats {
   int64_t peak_allocated = 0;  ///< its maximum since `reset_peak`
   int64_t reserved = 0;        ///< bytes taken from the backend
   int64_t peak_reserved = 0;
+  int64_t largest_free = 0;             ///< the largest block of the cache, `reserved - allocated`
   int64_t num_allocations = 0;          ///< calls of `allocate` since the start
   int64_t num_backend_allocations = 0;  ///< calls of the backend since the start
 };
@@ -82,6 +83,10 @@ class Allocator {
   /// `nbytes` > 0 that belong to `stream`, aligned to 512. OutOfMemoryError with requested, free,
   /// the limit, the bytes by class, and which settings would free how much.
   Block* allocate(size_t nbytes, const Stream& stream, MemoryClass memory_class);
+  /// The same from another backend, which gets the bytes back when the block is freed, once the
+  /// stream is through: long-lived memory of a special kind. Counted like all other.
+  Block* allocate_segment(std::shared_ptr<MemoryBackend> backend, size_t nbytes,
+                          const Stream& stream, MemoryClass memory_class);
   /// Hands the block back to its stream's pool at once; the caller has ordered other streams' uses
   /// before the owner's next task.
   void free(Block* block) noexcept;
@@ -92,7 +97,8 @@ class Allocator {
   void empty_cache();
   AllocatorStats stats() const;
   void reset_peak();
-  /// The table by class that also ends an out-of-memory error.
+  /// The table by class, with what is cached and its largest block, that also ends an out-of-memory
+  /// error.
   std::string report() const;
 
   /// Told the bytes by unit and what to change, an out-of-memory error quotes it (set by FSDP).
@@ -101,6 +107,8 @@ class Allocator {
 
  private:
   struct State;
+  [[noreturn]] void throw_out_of_memory(size_t nbytes) const;
+
   Options options_;
   std::unique_ptr<State> state_;
 };

@@ -8,6 +8,7 @@
 #include "core/runtime/cpu_check.h"
 #include "core/runtime/cuda.h"
 #include "core/runtime/order_check.h"
+#include "core/runtime/staging.h"
 
 namespace tessera {
 namespace {
@@ -49,6 +50,8 @@ Context::Context(const ContextOptions& options) : options_(options) {
   host_allocator_ = std::make_shared<Allocator>(
       is_cuda ? make_pinned_backend(options_.device) : make_cpu_backend(),
       Allocator::Options{.limit = 0, .poison = options_.poison, .name = "host"});
+  staging_ = std::make_shared<HostStaging>(is_cuda ? make_pinned_backend(options_.device)
+                                                   : make_cpu_backend());
 }
 
 Context::~Context() {

@@ -8,6 +8,7 @@
 
 namespace tessera {
 
+class HostStaging;
 class OrderCheck;
 
 struct ContextOptions {
@@ -50,6 +51,8 @@ class Context {
   const std::shared_ptr<Allocator>& allocator() const { return allocator_; }
   /// Host memory for copies to and from the device: pinned beside CUDA, a second pool on `cpu`.
   const std::shared_ptr<Allocator>& host_allocator() const { return host_allocator_; }
+  /// Buffers through which values pass between the host and the device.
+  const std::shared_ptr<HostStaging>& staging() const { return staging_; }
   /// Null unless `order_check` is on.
   OrderCheck* order_check() const { return order_check_.get(); }
   /// A stream on this device that the checker sees.
@@ -60,6 +63,7 @@ class Context {
   std::shared_ptr<OrderCheck> order_check_;  // streams of live memory may outlive the Context
   Stream compute_;
   std::shared_ptr<Allocator> allocator_, host_allocator_;
+  std::shared_ptr<HostStaging> staging_;
 };
 
 /// Processors that this process may run on (its affinity mask).

@@ -184,6 +184,10 @@ class CpuStream final : public StreamImpl {
     submit(task_name, [=] { std::memset(data, value, nbytes); });
   }
 
+  void copy_bytes(const char* task_name, void* dst, const void* src, size_t nbytes) override {
+    submit(task_name, [=] { std::memcpy(dst, src, nbytes); });
+  }
+
   Event record() override { return Event(push_event()); }
 
   void wait(const Event& event) override {

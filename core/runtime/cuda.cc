@@ -2,6 +2,10 @@
 
 #include "core/log.h"
 #if defined(TESSERA_CUDA)
+#include <algorithm>
+#include <mutex>
+#include <vector>
+
 #include "core/runtime/cuda/check.h"
 #endif
 
@@ -29,10 +33,50 @@ void log_failure(const char* what, cudaError_t error) noexcept {
   log_error("{}: {}", what, cudaGetErrorString(error));
 }
 
+// The runtime carries its own errors along streams. What the host finds (a collective that was
+// aborted) it lays down here: streams remember whose events they have waited for, and a search at
+// `synchronize` goes from stream to stream.
+class ErrorCell {
+ public:
+  void set(std::exception_ptr error) {
+    const std::lock_guard lock(mutex_);
+    if (error_ == nullptr) error_ = std::move(error);
+  }
+
+  void add_upstream(const std::shared_ptr<ErrorCell>& cell) {
+    const std::lock_guard lock(mutex_);
+    std::erase_if(upstream_, [](const auto& weak) { return weak.expired(); });
+    const bool is_known = std::any_of(upstream_.begin(), upstream_.end(), [&](const auto& weak) {
+      return !weak.owner_before(cell) && !cell.owner_before(weak);
+    });
+    if (cell.get() != this && !is_known) upstream_.push_back(cell);
+  }
+
+  static void rethrow(const std::shared_ptr<ErrorCell>& first) {
+    std::vector<std::shared_ptr<ErrorCell>> cells = {first};
+    for (size_t i = 0; i < cells.size(); ++i) {
+      const std::shared_ptr<ErrorCell> cell = cells[i];
+      const std::lock_guard lock(cell->mutex_);
+      if (cell->error_ != nullptr) std::rethrow_exception(cell->error_);
+      for (const auto& weak : cell->upstream_) {
+        const std::shared_ptr<ErrorCell> next = weak.lock();
+        if (next != nullptr && std::find(cells.begin(), cells.end(), next) == cells.end())
+          cells.push_back(next);
+      }
+    }
+  }
+
+ private:
+  std::mutex mutex_;
+  std::exception_ptr error_;
+  std::vector<std::weak_ptr<ErrorCell>> upstream_;
+};
+
 class CudaEvent final : public EventImpl {
  public:
-  explicit CudaEvent(cudaStream_t stream) {
-    TESSERA_CUDA_CHECK(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming));
+  CudaEvent(cudaStream_t stream, std::shared_ptr<ErrorCell> errors) : errors_(std::move(errors)) {
+    TESSERA_CUDA_CHECK(
+        cudaEventCreateWithFlags(&event_, cudaEventDisableTiming | cudaEventBlockingSync));
     if (const cudaError_t error = cudaEventRecord(event_, stream); error != cudaSuccess) {
       log_failure("cudaEventDestroy", cudaEventDestroy(event_));
       cuda::fail("cudaEventRecord(event, stream)", error, __FILE__, __LINE__);
@@ -42,11 +86,16 @@ class CudaEvent final : public EventImpl {
 
   // A failed stream is done: `synchronize` tells.
   bool is_done() const override { return cudaEventQuery(event_) != cudaErrorNotReady; }
-  void synchronize() const override { TESSERA_CUDA_CHECK(cudaEventSynchronize(event_)); }
+  void synchronize() const override {
+    TESSERA_CUDA_CHECK(cudaEventSynchronize(event_));
+    ErrorCell::rethrow(errors_);
+  }
   cudaEvent_t get() const { return event_; }
+  const std::shared_ptr<ErrorCell>& errors() const { return errors_; }
 
  private:
   cudaEvent_t event_ = nullptr;
+  const std::shared_ptr<ErrorCell> errors_;
 };
 
 class CudaStream final : public StreamImpl {
@@ -71,20 +120,53 @@ class CudaStream final : public StreamImpl {
   void fill_bytes(const char*, void* data, unsigned char value, size_t nbytes) override {
     TESSERA_CUDA_CHECK(cudaMemsetAsync(data, value, nbytes, stream_));
   }
-  Event record() override { return Event(std::make_shared<CudaEvent>(stream_)); }
+  void copy_bytes(const char*, void* dst, const void* src, size_t nbytes) override {
+    TESSERA_CUDA_CHECK(cudaMemcpyAsync(dst, src, nbytes, cudaMemcpyDefault, stream_));
+  }
+  Event record() override {
+    use_cuda_device(device);  // an event belongs to the thread's device
+    return Event(std::make_shared<CudaEvent>(stream_, errors_));
+  }
   void wait(const Event& event) override {
     const auto* target = dynamic_cast<const CudaEvent*>(event.impl());
     TESSERA_CHECK(target != nullptr, "Stream::wait: the event is of another device than {}",
                   device);
     TESSERA_CUDA_CHECK(cudaStreamWaitEvent(stream_, target->get(), 0));
+    errors_->add_upstream(target->errors());
   }
-  void synchronize() override { TESSERA_CUDA_CHECK(cudaStreamSynchronize(stream_)); }
+  void synchronize() override {
+    TESSERA_CUDA_CHECK(cudaStreamSynchronize(stream_));
+    ErrorCell::rethrow(errors_);
+  }
   void drain() noexcept override { log_failure(name.c_str(), cudaStreamSynchronize(stream_)); }
   CUstream_st* cuda() const override { return stream_; }
+  const std::shared_ptr<ErrorCell>& errors() const { return errors_; }
 
  private:
   cudaStream_t stream_ = nullptr;
+  const std::shared_ptr<ErrorCell> errors_ = std::make_shared<ErrorCell>();
 };
+
+CudaStream& cuda_stream_of(const Stream& stream) {
+  auto* impl = dynamic_cast<CudaStream*>(stream.impl());
+  TESSERA_CHECK(impl != nullptr, "cuda: expected a CUDA stream, got one on {}", stream.device());
+  return *impl;
+}
+
+// cuStreamWaitValue32 of the driver, which is not linked: a build with CUDA starts without one.
+using WaitValue32 = int (*)(CUstream_st* stream, uint64_t address, uint32_t value, unsigned flags);
+constexpr unsigned kWaitGreaterOrEqual = 0;  // CU_STREAM_WAIT_VALUE_GEQ, cyclic
+
+WaitValue32 find_wait_value() {
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult found{};
+  constexpr unsigned kVersion = 12000;
+  TESSERA_CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuStreamWaitValue32", &function, kVersion,
+                                                      cudaEnableDefault, &found));
+  TESSERA_CHECK_AS(CudaError, found == cudaDriverEntryPointSuccess && function != nullptr,
+                   "cuda: the driver has no cuStreamWaitValue32, expected CUDA 12 or newer");
+  return reinterpret_cast<WaitValue32>(function);
+}
 
 /// Null for out of memory, which is the allocator's to report; other errors are not.
 void* memory_or_null(void* data, const char* call, cudaError_t error, int line) {
@@ -174,6 +256,40 @@ void use_cuda_device(Device device) {
   TESSERA_CUDA_CHECK(cudaSetDevice(device.index));
 }
 
+std::string cuda_device_id(Device device) {
+  char bus_id[32] = {};
+  TESSERA_CUDA_CHECK(cudaDeviceGetPCIBusId(bus_id, sizeof bus_id, device.index));
+  return bus_id;
+}
+
+void poison_cuda_stream(const Stream& stream, std::exception_ptr error) {
+  cuda_stream_of(stream).errors()->set(std::move(error));
+}
+
+HostGate::HostGate(Device device) : backend_(make_pinned_backend(device)) {
+  static constexpr size_t kNbytes = 4096;
+  flag_ = static_cast<uint32_t*>(backend_->allocate(kNbytes));
+  TESSERA_CHECK_AS(OutOfMemoryError, flag_ != nullptr, "cuda: no page-locked host memory");
+  __atomic_store_n(flag_, 0, __ATOMIC_RELEASE);
+}
+
+HostGate::~HostGate() {
+  backend_->free(flag_, 4096);
+}
+
+uint32_t HostGate::wait_on(const Stream& stream) {
+  static const WaitValue32 wait_value = find_wait_value();
+  const uint32_t ticket = ++num_waits_;
+  const int error =
+      wait_value(stream.cuda(), reinterpret_cast<uint64_t>(flag_), ticket, kWaitGreaterOrEqual);
+  TESSERA_CHECK_AS(CudaError, error == 0, "cuStreamWaitValue32: error {}", error);
+  return ticket;
+}
+
+void HostGate::open(uint32_t ticket) noexcept {
+  __atomic_store_n(flag_, ticket, __ATOMIC_RELEASE);
+}
+
 #else  // a build without CUDA
 
 namespace {
@@ -197,6 +313,20 @@ std::unique_ptr<MemoryBackend> make_pinned_backend(Device device) {
 void use_cuda_device(Device device) {
   fail_absent("use_cuda_device", device);
 }
+std::string cuda_device_id(Device device) {
+  fail_absent("cuda_device_id", device);
+}
+void poison_cuda_stream(const Stream& stream, std::exception_ptr) {
+  fail_absent("poison_cuda_stream", stream.device());
+}
+HostGate::HostGate(Device device) {
+  fail_absent("HostGate", device);
+}
+HostGate::~HostGate() = default;
+uint32_t HostGate::wait_on(const Stream& stream) {
+  fail_absent("HostGate", stream.device());
+}
+void HostGate::open(uint32_t) noexcept {}
 
 #endif
 

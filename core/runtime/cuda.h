@@ -1,5 +1,7 @@
 #pragma once
 
+#include <cstdint>
+#include <exception>
 #include <memory>
 #include <string>
 
@@ -30,5 +32,32 @@ std::unique_ptr<MemoryBackend> make_cuda_backend(Device device);
 std::unique_ptr<MemoryBackend> make_pinned_backend(Device device);
 /// Makes `device` the current one of this thread, as launches on its streams need.
 void use_cuda_device(Device device);
+/// The device's place on the bus of its machine: equal for ranks that share a device.
+std::string cuda_device_id(Device device);
+
+/// Makes `error` the stream's from now on, as that of a failed task would be: `synchronize` of the
+/// stream, and of streams and events that have waited for it, rethrow it. What is queued still
+/// runs. For errors that the host finds. Any thread.
+void poison_cuda_stream(const Stream& stream, std::exception_ptr error);
+
+/// A gate in a CUDA stream that a thread of the host opens: the stream stands there, the host does
+/// not. Gates are opened in the order in which they were waited on. The owner drains the stream
+/// before it goes.
+class HostGate {
+ public:
+  explicit HostGate(Device device);
+  ~HostGate();
+  HostGate(const HostGate&) = delete;
+  HostGate& operator=(const HostGate&) = delete;
+
+  /// What is submitted to `stream` from now on runs after `open` with the result.
+  uint32_t wait_on(const Stream& stream);
+  void open(uint32_t ticket) noexcept;  ///< any thread
+
+ private:
+  std::unique_ptr<MemoryBackend> backend_;
+  uint32_t* flag_ = nullptr;  // page-locked; the last gate that is open
+  uint32_t num_waits_ = 0;
+};
 
 }  // namespace tessera

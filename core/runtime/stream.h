@@ -75,6 +75,7 @@ class StreamImpl {
   virtual ~StreamImpl() = default;
   virtual void submit(const char* name, Task task) = 0;
   virtual void fill_bytes(const char* name, void* data, unsigned char value, size_t nbytes) = 0;
+  virtual void copy_bytes(const char* name, void* dst, const void* src, size_t nbytes) = 0;
   virtual Event record() = 0;
   virtual void wait(const Event& event) = 0;
   virtual void synchronize() = 0;
@@ -111,6 +112,13 @@ class Stream {
   void fill_bytes(const char* name, void* data, unsigned char value, size_t nbytes) const {
     declare(name, Cost().write(data, static_cast<int64_t>(nbytes)));
     impl_->fill_bytes(name, data, value, nbytes);
+  }
+  /// Copies between device memory and host memory of `Context::host_allocator` (or
+  /// core/runtime/staging.h) in any direction, as a task of its own; the ranges do not overlap.
+  void copy_bytes(const char* name, void* dst, const void* src, size_t nbytes) const {
+    const auto count = static_cast<int64_t>(nbytes);
+    declare(name, Cost().read(src, count).write(dst, count));
+    impl_->copy_bytes(name, dst, src, nbytes);
   }
   Event record() const {
     Event event = impl_->record();

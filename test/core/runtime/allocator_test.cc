@@ -337,5 +337,42 @@ TEST_CASE("allocator: the heap's segments are aligned and zero-cost until touche
   CHECK(backend->allocate(size_t{1} << 60) == nullptr);
 }
 
+TEST_CASE("allocator: a segment from another backend is counted and goes straight back",
+          "[allocator]") {
+  const Fixture f({.limit = 8 * kMiB, .poison = true});
+  const auto log = std::make_shared<CountingBackend::Log>();
+  const auto backend = std::make_shared<CountingBackend>(log);
+  auto* block =
+      f.allocator->allocate_segment(backend, 3 * kMiB + 1, f.stream, MemoryClass::kGathered);
+  CHECK(log->total == 3 * kMiB + 512);
+  CHECK(f.log->total == 0);
+  AllocatorStats stats = f.allocator->stats();
+  CHECK(stats.allocated == 3 * kMiB + 512);
+  CHECK(stats.reserved == 3 * kMiB + 512);
+  CHECK(stats.allocated_by_class[static_cast<size_t>(MemoryClass::kGathered)] == stats.allocated);
+  f.stream.synchronize();
+  CHECK(static_cast<unsigned char*>(Allocator::data(block))[3 * kMiB] == 0xff);
+  CHECK(error_of([&] {
+          f.allocator->allocate_segment(backend, 6 * kMiB, f.stream, MemoryClass::kOther);
+        }).find("out of memory on device: requested 6.0 MiB") == 0);
+  f.free(block);
+  CHECK(log->live.empty());
+  stats = f.allocator->stats();
+  CHECK(stats.allocated == 0);
+  CHECK(stats.reserved == 0);
+}
+
+TEST_CASE("allocator: the report tells what is cached and its largest block", "[allocator]") {
+  const Fixture f;
+  std::vector<Allocator::Block*> blocks;
+  for (int i = 0; i < 4; ++i) blocks.push_back(f.allocate(512 * kKiB));
+  f.free(blocks[0]), f.free(blocks[2]);
+  CHECK(f.allocator->stats().largest_free == 512 * kKiB);
+  INFO(f.allocator->report());
+  CHECK(f.allocator->report().find("1.0 MiB, the largest block 512.0 KiB") != std::string::npos);
+  f.free(blocks[1]), f.free(blocks[3]);
+  CHECK(f.allocator->stats().largest_free == 2 * kMiB);
+}
+
 }  // namespace
 }  // namespace tessera
