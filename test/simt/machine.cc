@@ -1,0 +1,194 @@
+// The scheduler. A round resumes every runnable thread once, in the order of the schedule; a block
+// whose round resumes nobody is deadlocked.
+#include "test/simt/machine.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <new>
+#include <numeric>
+#include <random>
+#include <string_view>
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#endif
+
+namespace simt {
+namespace {
+
+constexpr unsigned char kCanary = 0xa5;  // behind shared memory
+constexpr size_t kCanaryBytes = 1024;
+constexpr size_t kSharedAlignment = 128;
+
+uint3 unflatten(int64_t index, dim3 dims) {
+  return {static_cast<unsigned>(index % dims.x), static_cast<unsigned>(index / dims.x % dims.y),
+          static_cast<unsigned>(index / dims.x / dims.y)};
+}
+
+void run_thread(void* argument) {
+  auto& thread = *static_cast<ThreadState*>(argument);
+  Machine& machine = *thread.machine;
+  try {
+    machine.body();
+    machine.finish_thread(thread);
+  } catch (...) {
+    if (machine.failure == nullptr) machine.failure = std::current_exception();
+  }
+}
+
+}  // namespace
+
+SharedMemory::SharedMemory(size_t nbytes)
+    : nbytes_(nbytes),
+      data_(static_cast<unsigned char*>(
+          ::operator new (nbytes + kCanaryBytes, std::align_val_t{kSharedAlignment}))) {
+#if defined(__SANITIZE_ADDRESS__)
+  __asan_poison_memory_region(data_ + nbytes_, kCanaryBytes);
+#endif
+}
+
+SharedMemory::~SharedMemory() {
+#if defined(__SANITIZE_ADDRESS__)
+  __asan_unpoison_memory_region(data_ + nbytes_, kCanaryBytes);
+#endif
+  ::operator delete (data_, std::align_val_t{kSharedAlignment});
+}
+
+void SharedMemory::poison() {
+  std::memset(data_, kPoison, nbytes_);
+#if !defined(__SANITIZE_ADDRESS__)
+  std::memset(data_ + nbytes_, kCanary, kCanaryBytes);
+#endif
+}
+
+bool SharedMemory::is_canary_alive() const {
+#if defined(__SANITIZE_ADDRESS__)
+  return true;  // a write there was reported when it happened
+#else
+  return std::all_of(data_ + nbytes_, data_ + nbytes_ + kCanaryBytes,
+                     [](unsigned char byte) { return byte == kCanary; });
+#endif
+}
+
+bool SharedMemory::contains(const void* begin, size_t nbytes) const {
+  const auto address = reinterpret_cast<uintptr_t>(begin);
+  const auto first = reinterpret_cast<uintptr_t>(data_);
+  return address >= first && address + nbytes <= first + nbytes_;
+}
+
+std::string at(Where where) {
+  std::string_view file = where.file;
+  while (file.substr(0, 3) == "../") file.remove_prefix(3);
+  return fmt::format("{}:{}", file, where.line);
+}
+
+Machine::Machine(const char* kernel_name, const Geometry& geometry,
+                 const std::function<void()>& kernel)
+    : name(kernel_name), body(kernel), shared(geometry.smem_bytes) {
+  grid = geometry.grid;
+  block = geometry.block;
+  const auto num_threads = static_cast<size_t>(volume(block));
+  for (size_t i = 0; i < num_threads; ++i) {
+    ThreadState& thread = threads.emplace_back();
+    thread.machine = this;
+    thread.flat = static_cast<unsigned>(i);
+    thread.thread_idx = unflatten(static_cast<int64_t>(i), block);
+  }
+  turns.resize(num_threads);
+}
+
+void Machine::fail(const ThreadState& thread, const std::string& problem) const {
+  throw Error(fmt::format("{}: block [{}, {}, {}] thread {}: {}", name, block_idx.x, block_idx.y,
+                          block_idx.z, thread.flat, problem));
+}
+
+void Machine::finish_thread(ThreadState& thread) {
+  --num_alive;
+  for (int lane = 0; lane < kWarpSize; ++lane) {
+    const ThreadState& other = lane_of(thread, lane);
+    if (other.wait == Wait::kWarp && (other.mask >> thread.lane() & 1u) != 0) {
+      fail(other, fmt::format("{} with mask {:#010x} at {}, but lane {} has exited", other.name,
+                              other.mask, at(other.where), thread.lane()));
+    }
+  }
+}
+
+void Machine::release_barrier() {
+  if (num_at_barrier == 0 || num_at_barrier < num_alive) return;
+  const ThreadState* first = nullptr;
+  int sum = 0;
+  for (const ThreadState& thread : threads) {
+    if (thread.wait != Wait::kBarrier) continue;
+    if (first == nullptr) first = &thread;
+    if (!is_same(thread.where, first->where)) {
+      fail(thread, fmt::format("divergent __syncthreads: at {}, but thread {} is at {}",
+                               at(thread.where), first->flat, at(first->where)));
+    }
+    sum += thread.barrier_value;
+  }
+  for (ThreadState& thread : threads) {
+    if (thread.wait != Wait::kBarrier) continue;
+    thread.wait = Wait::kNothing;
+    thread.barrier_value = sum;
+  }
+  num_at_barrier = 0;
+}
+
+void Machine::fail_deadlocked() const {
+  constexpr int kMaxShown = 4;
+  std::string text = "deadlock:";
+  const ThreadState* first = nullptr;
+  int num_shown = 0;
+  Where last{"", 0};
+  for (const ThreadState& thread : threads) {
+    if (thread.fiber.is_done() || is_same(thread.where, last) || num_shown == kMaxShown) continue;
+    if (first == nullptr) first = &thread;
+    text += fmt::format("{} thread {} waits in {} at {}", num_shown == 0 ? "" : ",", thread.flat,
+                        thread.wait == Wait::kBarrier ? "__syncthreads" : thread.name,
+                        at(thread.where));
+    last = thread.where;
+    ++num_shown;
+  }
+  fail(*first, text);
+}
+
+void Machine::run_block(int64_t index, const Settings& s) {
+  block_idx = unflatten(index, grid);
+  std::iota(turns.begin(), turns.end(), 0u);
+  if (s.order == Order::kReverse) std::reverse(turns.begin(), turns.end());
+  std::mt19937_64 random(s.seed * 0x9e3779b97f4a7c15u + static_cast<uint64_t>(index));
+  num_alive = threads.size();
+  num_at_barrier = 0;
+  for (ThreadState& thread : threads) {
+    thread.wait = Wait::kNothing;
+    thread.copies.clear();
+    thread.copy_group = 0;
+    thread.fiber.start(run_thread, &thread);
+  }
+  shared.poison();
+  while (num_alive > 0) {
+    if (s.order == Order::kRandom) std::shuffle(turns.begin(), turns.end(), random);
+    bool has_run = false;
+    for (const unsigned i : turns) {
+      ThreadState& thread = threads[i];
+      if (thread.fiber.is_done() || thread.wait != Wait::kNothing) continue;
+      has_run = true;
+      current_thread = &thread;
+      thread.fiber.resume();
+      if (failure != nullptr) std::rethrow_exception(failure);
+    }
+    release_barrier();
+    const auto is_runnable = [](const ThreadState& thread) {
+      return !thread.fiber.is_done() && thread.wait == Wait::kNothing;
+    };
+    if (!has_run && num_alive > 0 && std::none_of(threads.begin(), threads.end(), is_runnable)) {
+      fail_deadlocked();
+    }
+  }
+  if (!shared.is_canary_alive()) {
+    fail(self(),
+         fmt::format("a thread wrote behind the {} bytes of shared memory", shared.nbytes()));
+  }
+}
+
+}  // namespace simt
