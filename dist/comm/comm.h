@@ -27,11 +27,7 @@ struct CollectiveInfo {
   int64_t step = -1;
 };
 
-/// [Note: Tree over ranks]
-/// Sums add in f32 (f64 for f64) in a fixed tree over ranks: the sum over ranks [0, n) is the sum
-/// over the first ceil(n / 2) plus that over the rest, each formed the same way; one rounding at
-/// the end. So the bits do not depend on the transport, and a sum inside groups of g ranks followed
-/// by one over a power of two of groups gives the bits of a flat one.
+// Sums follow [Note: Tree over ranks] (kernels/rank_reduce/kernel.h) on every transport.
 
 /// One group of ranks. Counts are elements; buffers are memory of the stream's device.
 class Comm {

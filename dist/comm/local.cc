@@ -263,6 +263,9 @@ class LocalTransport final : public HostTransport {
   }
 
   void abort(const std::string& reason) noexcept override { group_->domain->abort(reason); }
+  std::string abort_reason() const override {
+    return group_->domain->is_aborted() ? group_->domain->reason() : std::string();
+  }
 
  private:
   using TimePoint = std::chrono::steady_clock::time_point;
@@ -361,7 +364,10 @@ void run_ranks(int world_size, const LocalOptions& options,
   };
   const auto run_rank = [&](int rank) {
     try {
-      const auto context = std::make_shared<Context>(options.context);
+      ContextOptions context_options = options.context;
+      if (context_options.device.type == DeviceType::kCuda)
+        context_options.device = device_from_name("cuda", rank);
+      const auto context = std::make_shared<Context>(context_options);
       const Context::Scope scope(context);
       World world(std::make_unique<LocalBackend>(
           WorldPlace{rank, world_size, rank, world_size, world_size, 1, false}, group, watchdog));

@@ -10,7 +10,7 @@
 namespace tessera::dist {
 
 struct LocalOptions {
-  /// Of each rank; one thread, the debug aids on.
+  /// Of each rank; one thread, the debug aids on. On CUDA each rank has the device of its number.
   ContextOptions context = {
       .device = {}, .num_threads = 1, .memory_limit = 0, .poison = true, .order_check = true};
   std::chrono::milliseconds timeout{60'000};

@@ -253,6 +253,9 @@ class MpiTransport final : public HostTransport {
   }
 
   void abort(const std::string& reason) noexcept override { domain_->abort(reason); }
+  std::string abort_reason() const override {
+    return domain_->is_aborted() ? domain_->reason() : std::string();
+  }
 
  private:
   static constexpr int64_t kNotReceived = -1;

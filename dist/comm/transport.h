@@ -5,13 +5,17 @@
 #include <string>
 
 #include "dist/comm/comm.h"
-#include "dist/comm/sum.h"
 #include "dist/comm/watchdog.h"
+#include "kernels/rank_reduce/kernel.h"
 
 // How host memory moves between ranks: blocking calls, made by a stream's worker (HostComm) or by
 // the host itself (Control). One implementation for thread ranks (local.cc), one for MPI (mpi.cc).
 
 namespace tessera::dist {
+
+using kernels::Reduction;
+using kernels::tree_reduce;
+using kernels::TreeReduce;
 
 struct ReduceScatterCall {
   void* shard;
@@ -74,6 +78,8 @@ class HostTransport {
 
   virtual std::shared_ptr<HostTransport> split(int color, int key) = 0;
   virtual void abort(const std::string& reason) noexcept = 0;
+  /// Why the World was aborted, or empty.
+  virtual std::string abort_reason() const = 0;
 
  protected:
   const CallTag& tag() const { return tag_; }

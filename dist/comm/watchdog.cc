@@ -90,6 +90,23 @@ std::shared_ptr<CollectiveLog> Watchdog::make_log(int rank) {
   return log;
 }
 
+void Watchdog::add_poller(std::weak_ptr<CollectivePoller> poller) {
+  const std::lock_guard lock(mutex_);
+  std::erase_if(pollers_, [](const auto& weak) { return weak.expired(); });
+  pollers_.push_back(std::move(poller));
+}
+
+void Watchdog::poll() {
+  std::vector<std::shared_ptr<CollectivePoller>> alive;
+  {
+    const std::lock_guard lock(mutex_);
+    for (const auto& weak : pollers_) {
+      if (auto poller = weak.lock()) alive.push_back(std::move(poller));
+    }
+  }
+  for (const auto& poller : alive) poller->poll();
+}
+
 void Watchdog::set_timeout(std::chrono::milliseconds timeout) {
   timeout_ns_ = std::chrono::nanoseconds(timeout).count();
 }
@@ -136,7 +153,11 @@ void Watchdog::run() {
       report_terminate();
     }
     if (terminating) run_on_end("");
-    if (check_late(now_ns)) return;
+    poll();
+    if (check_late(now_ns)) {
+      poll();
+      return;
+    }
   }
 }
 

@@ -70,6 +70,14 @@ class CollectiveScope {
   CollectiveLog& log_;
 };
 
+/// Looks after collectives that no thread of ours runs: reads from the device when they begin and
+/// end, and ends them when the World does.
+class CollectivePoller {
+ public:
+  virtual ~CollectivePoller() = default;
+  virtual void poll() = 0;  // from any thread
+};
+
 /// Calls `on_timeout` once, from its own thread, when a collective has been in flight for longer
 /// than `timeout`; before that it logs, for each rank of this process with a late one, what is late
 /// and the rank's last collectives. Time in which the whole process was stopped does not count.
@@ -83,6 +91,9 @@ class Watchdog {
 
   /// A log that this watchdog reads for as long as it is alive.
   std::shared_ptr<CollectiveLog> make_log(int rank);
+  /// Calls `poll` about 20 times a second, for as long as the poller is alive, and once more after
+  /// `on_timeout`.
+  void add_poller(std::weak_ptr<CollectivePoller> poller);
   void set_timeout(std::chrono::milliseconds timeout);  ///< 0 = never
   void set_verbose(bool verbose) { verbose_->store(verbose); }
 
@@ -98,6 +109,7 @@ class Watchdog {
   void run();
   bool check_late(int64_t now_ns);
   void report_terminate();
+  void poll();
   void run_on_end(const std::string& reason);
   std::vector<std::shared_ptr<CollectiveLog>> logs();
 
@@ -109,6 +121,7 @@ class Watchdog {
   bool stop_ = false;
   std::function<void(const std::string&)> on_end_;
   std::vector<std::weak_ptr<CollectiveLog>> logs_;
+  std::vector<std::weak_ptr<CollectivePoller>> pollers_;
   std::thread thread_;
 };
 

@@ -10,6 +10,7 @@
 #include "core/log.h"
 #include "core/runtime/context.h"
 #include "dist/comm/backend.h"
+#include "dist/comm/nccl.h"
 
 namespace tessera::dist {
 
@@ -97,7 +98,10 @@ int World::num_threads(int requested) const {
 }
 
 std::unique_ptr<Comm> World::make_comm() {
-  return std::make_unique<HostComm>(backend_->base()->split(0, rank()), backend_->watchdog());
+  auto transport = backend_->base()->split(0, rank());
+  if (Context::current()->device().type == DeviceType::kCuda)
+    return make_device_comm(std::move(transport), backend_->watchdog());
+  return std::make_unique<HostComm>(std::move(transport), backend_->watchdog());
 }
 
 Control& World::control() {

@@ -46,7 +46,7 @@ class World {
   /// `mpirun` without `--bind-to none` causes.
   int num_threads(int requested = 0) const;
 
-  /// A communicator of all ranks. Collective.
+  /// A communicator of all ranks for memory of the current Context's device. Collective.
   std::unique_ptr<Comm> make_comm();
   Control& control();
 

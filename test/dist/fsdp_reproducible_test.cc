@@ -2,7 +2,7 @@
 
 #include "core/autograd.h"
 #include "core/elementary/kernel.h"
-#include "dist/comm/sum.h"
+#include "dist/comm/transport.h"
 #include "dist/fsdp/reproducible.h"
 #include "test/dist/fsdp_harness.h"
 #include "test/dist/fsdp_reproducible_cases.h"

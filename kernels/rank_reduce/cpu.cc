@@ -1,12 +1,14 @@
-#include "dist/comm/sum.h"
-
 #include <algorithm>
 #include <cstring>
+#include <vector>
+
+#include "core/check.h"
+#include "kernels/rank_reduce/kernel.h"
 
 // The tree is walked for one block of elements at a time, with one buffer a level on the stack, so
 // that each source is read once and partial sums stay in the first-level cache.
 
-namespace tessera::dist {
+namespace tessera::kernels {
 
 namespace {
 
@@ -111,20 +113,10 @@ void reduce_max(const TreeReduce& a) {
 }  // namespace
 
 void tree_reduce(const TreeReduce& a) {
+  check_reduce_dtypes(a.reduction, a.src_dtype, a.dst_dtype, a.accumulate);
   if (a.reduction == Reduction::kMax) {
-    TESSERA_CHECK_DTYPE(a.src_dtype == a.dst_dtype && !a.accumulate,
-                        "tree_reduce: a maximum stays {}, got {}", a.src_dtype, a.dst_dtype);
-    switch (a.src_dtype) {
-      case kF32:
-        return reduce_max<float>(a);
-      case kI32:
-        return reduce_max<int32_t>(a);
-      case kU8:
-        return reduce_max<uint8_t>(a);
-      default:
-        break;
-    }
-    throw DtypeError(fmt::format("tree_reduce: a maximum is f32, i32 or u8, got {}", a.src_dtype));
+    if (a.src_dtype == kF32) return reduce_max<float>(a);
+    return a.src_dtype == kI32 ? reduce_max<int32_t>(a) : reduce_max<uint8_t>(a);
   }
   visit_float(a.src_dtype, "tree_reduce", [&a](auto source) {
     visit_float(a.dst_dtype, "tree_reduce", [&a](auto out) {
@@ -134,4 +126,21 @@ void tree_reduce(const TreeReduce& a) {
   });
 }
 
-}  // namespace tessera::dist
+void cpu::rank_reduce(const RankReduce& a) {
+  std::vector<const void*> sources(static_cast<size_t>(a.num_ranks));
+  for (int r = 0; r < a.num_ranks; ++r) {
+    const int64_t place = (r < a.rank ? r : r - 1) * a.others_stride;
+    sources[static_cast<size_t>(r)] =
+        r == a.rank ? a.own : static_cast<const std::byte*>(a.others) + place;
+  }
+  tree_reduce({.dst = a.dst,
+               .sources = sources.data(),
+               .num_sources = a.num_ranks,
+               .numel = a.numel,
+               .src_dtype = a.src_dtype,
+               .dst_dtype = a.dst_dtype,
+               .accumulate = a.accumulate,
+               .reduction = a.reduction});
+}
+
+}  // namespace tessera::kernels

@@ -1,0 +1,44 @@
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "dist/comm/transport.h"
+#include "dist/comm/watchdog.h"
+
+namespace tessera::dist {
+
+/// Settings of all NCCL communicators made later in this process.
+struct NcclOptions {
+  /// reduce_scatter by NCCL's own sum where out == wire and nothing is accumulated: fewer bytes of
+  /// staging, but the order of the sum is NCCL's, and so are the bits.
+  bool native_reduce_scatter = false;
+  /// Thread blocks a communicator may use at once; 0 = NCCL's choice. Two communicators at work
+  /// take them from compute twice.
+  int max_ctas = 0;
+};
+void set_nccl_options(const NcclOptions& options);
+
+/// Why NCCL cannot be used in this process, one clause ("libnccl.so.2 cannot be loaded"); empty if
+/// it can. The library is opened at the first call.
+const std::string& nccl_problem();
+
+/// A Comm of the ranks of `transport` whose collectives run in CUDA streams of the current device,
+/// which no two ranks share. Reductions are the project's own: an exchange of chunks by NCCL and
+/// one local sum in [Note: Tree over ranks]. One rank alone needs no NCCL. Collective.
+/// Errors   CommError with NCCL's words; a call of an aborted communicator poisons its stream
+std::unique_ptr<Comm> make_nccl_comm(std::shared_ptr<HostTransport> transport,
+                                     std::shared_ptr<Watchdog> watchdog);
+
+/// The same through host memory: copied out, exchanged by `transport` on a thread of its own, and
+/// copied back, in the order of the stream and without blocking the host. For ranks that share a
+/// device, and where NCCL is not installed.
+std::unique_ptr<Comm> make_staged_comm(std::shared_ptr<HostTransport> transport,
+                                       std::shared_ptr<Watchdog> watchdog);
+
+/// The communicator that fits the device of the current Context: NCCL, if it can be used and no two
+/// ranks share a device, else through host memory, which rank 0 logs. Collective.
+std::unique_ptr<Comm> make_device_comm(std::shared_ptr<HostTransport> transport,
+                                       std::shared_ptr<Watchdog> watchdog);
+
+}  // namespace tessera::dist
