@@ -65,7 +65,9 @@ Tensor embedding(const Tensor& ids_input, const Tensor& weight_input) {
     const int64_t vocab = dw.view.dim(0), cols = dw.view.dim(1);
     if (dw.view.numel() != 0) {
       const Tensor dy_rows = dy.contiguous();
-      const Tensor order = empty({vocab + ids->numel()}, kI32);
+      const DeviceType device = dy_rows.device().type;
+      const Tensor order =
+          empty({kernels::EmbeddingBwd::order_numel(device, vocab, ids->numel())}, kI32);
       kernels::embedding_bwd(current_stream(),
                              {.dw = dw.view.raw_data(),
                               .order = order.data<int32_t>(),

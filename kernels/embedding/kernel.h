@@ -5,7 +5,8 @@
 
 namespace tessera::kernels {
 
-/// y[r, :] = weight[ids[r], :]. All contiguous. R = number of ids.
+/// y[r, :] = weight[ids[r], :]. All contiguous. R = number of ids. An id outside of [0, vocab) is
+/// an error of the task on the CPU; on CUDA its row is NaN, and its gradient goes nowhere.
 struct EmbeddingFwd {
   void* y;
   const void* ids;
@@ -18,7 +19,8 @@ TESSERA_DECLARE_KERNEL(embedding_fwd, EmbeddingFwd);
 
 /// dw[v, :] = sum of dy[r, :] over the r with ids[r] == v, in order; or += with `accumulate`.
 /// dw may be row-strided, the rest is contiguous.
-/// `order`: vocab + rows i32, scratch (ends of the rows' runs, then positions sorted by id).
+/// `order`: order_numel i32, scratch (ends of the rows' runs, then positions sorted by id, which
+/// are sorted from one half into the other on CUDA).
 struct EmbeddingBwd {
   void* dw;
   int32_t* order;
@@ -27,6 +29,9 @@ struct EmbeddingBwd {
   DType dw_dtype, dtype, ids_dtype;
   int64_t rows, cols, vocab, dw_stride;
   bool accumulate = false;
+  static int64_t order_numel(DeviceType device, int64_t vocab, int64_t rows) {
+    return vocab + (device == DeviceType::kCuda ? 2 : 1) * rows;
+  }
   Cost cost() const;
 };
 TESSERA_DECLARE_KERNEL(embedding_bwd, EmbeddingBwd);

@@ -13,9 +13,10 @@ namespace tessera::kernels {
 ///   s = op(a) op(b) + bias + residual (+ c, with `accumulate`),   c = activation(s)
 /// op(a) is [m, k]: a is stored [m, k], or [k, m] with `trans_a`; op(b) is [k, n]: b is stored
 /// [k, n], or [n, k] with `trans_b`. Sums in f32 (f64 for f64), one rounding when s is stored; the
-/// activation is of the rounded s. a and b share a dtype; c has the same, or f32 beside bf16 and
-/// f16 operands. The bits do not depend on the number of threads, and with `trans_b` and without
-/// `trans_a` (a linear layer) those of a row do not depend on the other rows. k = 0 is a sum of 0.
+/// activation is of the rounded s (on CUDA of the unrounded one where cuBLASLt fuses it). a and b
+/// share a dtype; c has the same, or f32 beside bf16 and f16 operands. The bits do not depend on
+/// the number of threads, and on the CPU, with `trans_b` and without `trans_a` (a linear layer),
+/// those of a row do not depend on the other rows. k = 0 is a sum of 0.
 struct Matmul {
   void* c;
   const void* a;
@@ -35,9 +36,17 @@ struct Matmul {
   const void* residual = nullptr;  ///< [m, n] or absent; may be c; one batch only
   int64_t ld_residual = 0;
   void* pre_activation = nullptr;  ///< s, [m, n] contiguous, or absent; one batch only
+  /// [m] of c_dtype or absent: the sums of the rows of op(a), written. A bias's gradient beside its
+  /// weight's; only for products that `fuses_row_sums` names.
+  void* row_sums = nullptr;
+  void* workspace = nullptr;  ///< scratch of cuBLASLt, set by `matmul` itself
+  int64_t workspace_nbytes = 0;
   Cost cost() const;
 };
 TESSERA_DECLARE_KERNEL(matmul, Matmul);
+
+/// Whether this product on this stream also computes `row_sums` (p.row_sums is ignored).
+bool fuses_row_sums(const ::tessera::Stream& s, const Matmul& p);
 
 /// db[n] = sum over the rows of dy [rows, n], or db += with `accumulate`: runs of rows are added in
 /// f32 (f64 for f64), then the runs in order. `partials` holds num_chunks(rows) x n such sums.

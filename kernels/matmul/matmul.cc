@@ -1,11 +1,35 @@
 #include "kernels/matmul/matmul.h"
 
+#include <atomic>
 #include <optional>
 
 #include "core/autograd.h"
+#include "core/runtime/allocator.h"
+#include "kernels/matmul/backend.h"
+#include "kernels/matmul/cuda.h"
 #include "kernels/matmul/kernel.h"
 
 namespace tessera {
+namespace {
+
+std::atomic<GemmBackend> chosen_backend = GemmBackend::kAuto;
+std::atomic<bool> is_tf32_allowed = false;
+
+}  // namespace
+
+void set_gemm_backend(GemmBackend backend) {
+  chosen_backend = backend;
+}
+GemmBackend gemm_backend() {
+  return chosen_backend;
+}
+void set_gemm_tf32(bool is_allowed) {
+  is_tf32_allowed = is_allowed;
+}
+bool gemm_tf32() {
+  return is_tf32_allowed;
+}
+
 namespace kernels {
 namespace {
 
@@ -30,6 +54,8 @@ Cost Matmul::cost() const {
       .read(bias, n * static_cast<int64_t>(size_of(bias_dtype)))
       .read(residual, matrix_nbytes(m, n, ld_residual, 1, 0, c_dtype))
       .write(pre_activation, matrix_nbytes(m, n, n, 1, 0, c_dtype))
+      .write(row_sums, m * static_cast<int64_t>(size_of(c_dtype)))
+      .write(workspace, workspace_nbytes)
       .write_or_accumulate(c, nbytes_c, accumulate);
   return cost;
 }
@@ -43,7 +69,34 @@ Cost BiasGrad::cost() const {
   return cost;
 }
 
-TESSERA_DEFINE_KERNEL(matmul, Matmul);
+void matmul(const Stream& s, const Matmul& p) {
+  Matmul a = p;
+  Tensor workspace;  // given back at once: the stream's next task comes after this product
+  TESSERA_IF_CUDA(if (s.device().type == DeviceType::kCuda) {
+    const MemoryScope scope(MemoryClass::kOther);
+    const StreamGuard guard(s);
+    a.workspace_nbytes = cuda::matmul_workspace_nbytes(p);
+    if (a.workspace_nbytes > 0) workspace = empty({a.workspace_nbytes}, DType::kU8);
+    if (workspace.is_defined()) a.workspace = workspace.raw_data();
+  })
+  if (s.is_observed()) s.declare("matmul", a.cost());
+  switch (s.device().type) {
+    case DeviceType::kCpu:
+      s.submit("matmul", [a] { cpu::matmul(a); });
+      return;
+    case DeviceType::kCuda:
+      TESSERA_IF_CUDA(cuda::matmul(s.cuda(), a); return;)
+      break;
+  }
+  TESSERA_UNIMPLEMENTED("matmul: no kernel for device {}", s.device());
+}
+
+bool fuses_row_sums(const Stream& s, const Matmul& p) {
+  TESSERA_IF_CUDA(if (s.device().type == DeviceType::kCuda) return cuda::matmul_fuses_row_sums(p);)
+  static_cast<void>(s), static_cast<void>(p);
+  return false;
+}
+
 TESSERA_DEFINE_KERNEL(bias_grad, BiasGrad);
 
 }  // namespace kernels
@@ -197,10 +250,32 @@ Matmul linear_args(const Matrices& y, const Matrices& x, const Matrices& w, cons
   return args;
 }
 
+/// dw and dbias in one product, where that is offered and both are to be written, not added to.
+bool write_fused_gradients(Grads& g, const Matrices& dy, const Matrices& x) {
+  if (!g.wanted(1) || !g.wanted(2)) return false;
+  const GradDst dw = g.destination(1), db = g.destination(2);
+  const DType dtype = dw.view.dtype();
+  if (db.view.dtype() != dtype || db.accumulate || !db.view.is_contiguous()) return false;
+  if (!dw.view.is_row_strided()) return false;
+  if (dtype != x.tensor.dtype() && dtype != kF32) return false;
+  Matmul args = product(as_rows(dw.view), transposed(dy), x);
+  args.accumulate = dw.accumulate;
+  args.row_sums = db.view.raw_data();
+  if (!kernels::fuses_row_sums(current_stream(), args)) return false;
+  kernels::matmul(current_stream(), args);
+  g.written(1);
+  g.written(2);
+  return true;
+}
+
 /// Gradients of inputs x (0), w (1) and bias (2) for dy.
 void linear_backward(Grads& g, const Tensor& dy, const Tensor& x, const Tensor& w) {
   const Matrices dy_rows = as_rows(dy);
   write_gradient(g, 0, dy_rows, as_rows(w), true);
+  if (current_stream().device().type == DeviceType::kCuda &&
+      write_fused_gradients(g, dy_rows, as_rows(x))) {
+    return;
+  }
   write_gradient(g, 1, transposed(dy_rows), as_rows(x), true);
   write_bias_gradient(g, 2, dy_rows);
 }

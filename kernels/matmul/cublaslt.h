@@ -1,0 +1,50 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "kernels/matmul/kernel.h"
+
+// The only door to cuBLASLt. The library is opened at the first product, so a binary built with it
+// starts where it is not installed; the build needs its header only.
+//
+// [Note: Row-major products by a column-major library]
+// c = op(a) op(b) in rows is c^T = op(b)^T op(a)^T in columns, and a row-major matrix is its own
+// transpose in columns: the library's A is b, its B is a, its rows are n and its columns m. An
+// operand is transposed for the library exactly if it is for us, and a bias of [n] is the library's
+// bias of rows.
+//
+// What is called, all of it:
+//   cublasLtCreate, cublasLtGetStatusString,
+//   cublasLtMatmulDesc{Create, SetAttribute, Destroy} (compute and scale type f32; TRANSA, TRANSB,
+//     EPILOGUE, BIAS_POINTER, EPILOGUE_AUX_POINTER, EPILOGUE_AUX_LD),
+//   cublasLtMatrixLayout{Create, SetAttribute, Destroy} (BATCH_COUNT, STRIDED_BATCH_OFFSET),
+//   cublasLtMatmulPreference{Create, SetAttribute, Destroy} (MAX_WORKSPACE_BYTES,
+//     REDUCTION_SCHEME_MASK, MIN_ALIGNMENT_{A, B, C, D}_BYTES),
+//   cublasLtMatmulAlgoGetHeuristic (one result), cublasLtMatmul (host alpha = 1, beta = 0 or 1; C
+//   is
+//     D unless a residual is added),
+//   epilogues DEFAULT, BIAS, GELU, GELU_BIAS, GELU_AUX, GELU_AUX_BIAS, BGRADB.
+// Descriptors are changed between calls: what a submitted product needs of them is read by the
+// call.
+
+namespace tessera::kernels::cuda {
+
+/// Why cuBLASLt cannot be used in this process, one clause; empty if it can.
+const std::string& cublaslt_problem();
+
+/// Whether cuBLASLt computes all of `p`, epilogue included. Asks its heuristic once a shape,
+/// layout, alignment and epilogue; the answer is kept. Products without terms (k = 0) are not
+/// offered.
+bool cublaslt_supports(const Matmul& p);
+
+/// Bytes of `Matmul::workspace` that the chosen algorithm needs, at most kCublasLtMaxWorkspace; 0
+/// for a product that is not supported.
+int64_t cublaslt_workspace_nbytes(const Matmul& p);
+inline constexpr int64_t kCublasLtMaxWorkspace = int64_t{32} << 20;
+
+/// Submits `p`, which is supported and has the workspace asked for.
+/// Errors   CudaError with the library's words and the sizes
+void cublaslt_matmul(CUstream_st* stream, const Matmul& p);
+
+}  // namespace tessera::kernels::cuda

@@ -1,0 +1,2 @@
+#include "kernels/loss/kernel.h"
+#include "test/simt/simt_testing.h"

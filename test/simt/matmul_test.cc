@@ -1,0 +1,2 @@
+#include "kernels/matmul/kernel.h"
+#include "test/simt/simt_testing.h"
