@@ -74,8 +74,7 @@ inline int64_t volume(dim3 d) {
   return static_cast<int64_t>(d.x) * d.y * d.z;
 }
 
-/// "kernels/norm/cuda.cu:12": as the compiler was told the path, without its way out of the build
-/// folder.
+/// "kernels/norm/cuda.cu:12".
 std::string at(Where where);
 
 inline bool is_same(Where a, Where b) {
