@@ -7,10 +7,8 @@
 #include <cstdlib>
 #include <new>
 #include <vector>
-#if defined(__SANITIZE_ADDRESS__)
-#include <sanitizer/asan_interface.h>
-#include <sanitizer/common_interface_defs.h>
-#endif
+
+#include "test/simt/asan.h"
 
 #if !defined(__x86_64__)
 #error "the emulator's fibers are written for x86-64"
@@ -77,17 +75,13 @@ thread_local Fiber* entering = nullptr;
 Fiber::Fiber() : stack_(stack_pool.take()) {}
 
 Fiber::~Fiber() {
-#if defined(__SANITIZE_ADDRESS__)
-  if (!is_done_) __asan_unpoison_memory_region(stack_, kStackBytes);  // frames left in the middle
-#endif
+  if (!is_done_) asan::unpoison(stack_, kStackBytes);  // frames left in the middle
   stack_pool.put(stack_);
 }
 
 void enter_fiber() {
   Fiber* fiber = entering;
-#if defined(__SANITIZE_ADDRESS__)
-  __sanitizer_finish_switch_fiber(nullptr, &fiber->resumer_stack_, &fiber->resumer_stack_size_);
-#endif
+  asan::finish_switch(nullptr, &fiber->resumer_stack_, &fiber->resumer_stack_nbytes_);
   fiber->entry_(fiber->argument_);
   fiber->is_done_ = true;
   fiber->yield();
@@ -95,9 +89,7 @@ void enter_fiber() {
 }
 
 void Fiber::start(void (*entry)(void*), void* argument) {
-#if defined(__SANITIZE_ADDRESS__)
-  if (!is_done_) __asan_unpoison_memory_region(stack_, kStackBytes);
-#endif
+  if (!is_done_) asan::unpoison(stack_, kStackBytes);
   entry_ = entry;
   argument_ = argument;
   is_done_ = false;
@@ -110,26 +102,17 @@ void Fiber::start(void (*entry)(void*), void* argument) {
 
 void Fiber::resume() {
   entering = this;
-#if defined(__SANITIZE_ADDRESS__)
   void* fake_stack = nullptr;
-  __sanitizer_start_switch_fiber(&fake_stack, stack_, kStackBytes);
+  asan::start_switch(&fake_stack, stack_, kStackBytes);
   tessera_simt_switch(&resumer_, stack_pointer_);
-  __sanitizer_finish_switch_fiber(fake_stack, nullptr, nullptr);
-#else
-  tessera_simt_switch(&resumer_, stack_pointer_);
-#endif
+  asan::finish_switch(fake_stack, nullptr, nullptr);
 }
 
 void Fiber::yield() {
-#if defined(__SANITIZE_ADDRESS__)
   void* fake_stack = nullptr;
-  __sanitizer_start_switch_fiber(is_done_ ? nullptr : &fake_stack, resumer_stack_,
-                                 resumer_stack_size_);
+  asan::start_switch(is_done_ ? nullptr : &fake_stack, resumer_stack_, resumer_stack_nbytes_);
   tessera_simt_switch(&stack_pointer_, resumer_);
-  __sanitizer_finish_switch_fiber(fake_stack, &resumer_stack_, &resumer_stack_size_);
-#else
-  tessera_simt_switch(&stack_pointer_, resumer_);
-#endif
+  asan::finish_switch(fake_stack, &resumer_stack_, &resumer_stack_nbytes_);
 }
 
 }  // namespace simt

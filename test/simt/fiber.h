@@ -33,7 +33,7 @@ class Fiber {
   bool is_done_ = true;
   // AddressSanitizer's view of the resumer's stack.
   const void* resumer_stack_ = nullptr;
-  size_t resumer_stack_size_ = 0;
+  size_t resumer_stack_nbytes_ = 0;
 };
 
 }  // namespace simt

@@ -9,9 +9,8 @@
 #include <numeric>
 #include <random>
 #include <string_view>
-#if defined(__SANITIZE_ADDRESS__)
-#include <sanitizer/asan_interface.h>
-#endif
+
+#include "test/simt/asan.h"
 
 namespace simt {
 namespace {
@@ -42,32 +41,22 @@ SharedMemory::SharedMemory(size_t nbytes)
     : nbytes_(nbytes),
       data_(static_cast<unsigned char*>(
           ::operator new (nbytes + kCanaryBytes, std::align_val_t{kSharedAlignment}))) {
-#if defined(__SANITIZE_ADDRESS__)
-  __asan_poison_memory_region(data_ + nbytes_, kCanaryBytes);
-#endif
+  std::memset(data_ + nbytes_, kCanary, kCanaryBytes);
+  asan::poison(data_ + nbytes_, kCanaryBytes);
 }
 
 SharedMemory::~SharedMemory() {
-#if defined(__SANITIZE_ADDRESS__)
-  __asan_unpoison_memory_region(data_ + nbytes_, kCanaryBytes);
-#endif
+  asan::unpoison(data_ + nbytes_, kCanaryBytes);
   ::operator delete (data_, std::align_val_t{kSharedAlignment});
 }
 
 void SharedMemory::poison() {
   std::memset(data_, kPoison, nbytes_);
-#if !defined(__SANITIZE_ADDRESS__)
-  std::memset(data_ + nbytes_, kCanary, kCanaryBytes);
-#endif
 }
 
 bool SharedMemory::is_canary_alive() const {
-#if defined(__SANITIZE_ADDRESS__)
-  return true;  // a write there was reported when it happened
-#else
   return std::all_of(data_ + nbytes_, data_ + nbytes_ + kCanaryBytes,
                      [](unsigned char byte) { return byte == kCanary; });
-#endif
 }
 
 bool SharedMemory::contains(const void* begin, size_t nbytes) const {
@@ -87,17 +76,22 @@ std::string at(Where where) {
 
 Machine::Machine(const char* kernel_name, const Geometry& geometry,
                  const std::function<void()>& kernel)
-    : name(kernel_name), body(kernel), shared(geometry.smem_bytes) {
+    : name(kernel_name),
+      body(kernel),
+      shared(geometry.smem_bytes),
+      num_threads(static_cast<size_t>(volume(geometry.block))),
+      thread_states(std::make_unique<ThreadState[]>(num_threads)),
+      threads(thread_states.get(), num_threads),
+      warps(num_threads / kWarpSize),
+      turns(num_threads) {
   grid = geometry.grid;
   block = geometry.block;
-  const auto num_threads = static_cast<size_t>(volume(block));
   for (size_t i = 0; i < num_threads; ++i) {
-    ThreadState& thread = threads.emplace_back();
+    ThreadState& thread = threads[i];
     thread.machine = this;
     thread.flat = static_cast<unsigned>(i);
     thread.thread_idx = unflatten(static_cast<int64_t>(i), block);
   }
-  turns.resize(num_threads);
 }
 
 void Machine::fail(const ThreadState& thread, const std::string& problem) const {
@@ -107,6 +101,9 @@ void Machine::fail(const ThreadState& thread, const std::string& problem) const 
 
 void Machine::finish_thread(ThreadState& thread) {
   --num_alive;
+  Warp& warp = warp_of(thread);
+  warp.exited |= 1u << thread.lane();
+  if (warp.waiting == 0) return;
   for (int lane = 0; lane < kWarpSize; ++lane) {
     const ThreadState& other = lane_of(thread, lane);
     if (other.wait == Wait::kWarp && (other.mask >> thread.lane() & 1u) != 0) {
@@ -162,6 +159,7 @@ void Machine::run_block(int64_t index, const Settings& s) {
   std::mt19937_64 random(s.seed * 0x9e3779b97f4a7c15u + static_cast<uint64_t>(index));
   num_alive = threads.size();
   num_at_barrier = 0;
+  std::fill(warps.begin(), warps.end(), Warp{});
   for (ThreadState& thread : threads) {
     thread.wait = Wait::kNothing;
     thread.copies.clear();

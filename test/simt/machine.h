@@ -1,9 +1,10 @@
 #pragma once
 
 #include <cstring>
-#include <deque>
 #include <exception>
 #include <functional>
+#include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -81,6 +82,14 @@ inline bool is_same(Where a, Where b) {
   return a.line == b.line && std::strcmp(a.file, b.file) == 0;
 }
 
+/// Which lanes of a warp wait in a warp operation or have exited. The first ones to wait form a
+/// group, so that the common case, one group at a time, needs no look at every lane.
+struct Warp {
+  uint32_t waiting = 0, exited = 0;
+  uint32_t group = 0;  // those of `waiting` that are in the operation of its first member
+  const ThreadState* first = nullptr;
+};
+
 /// Runs blocks of one launch.
 struct Machine : Block {
   Machine(const char* kernel_name, const Geometry& geometry, const std::function<void()>& kernel);
@@ -96,11 +105,15 @@ struct Machine : Block {
   ThreadState& lane_of(const ThreadState& thread, int lane) {
     return threads[thread.flat / kWarpSize * kWarpSize + static_cast<unsigned>(lane)];
   }
+  Warp& warp_of(const ThreadState& thread) { return warps[thread.flat / kWarpSize]; }
 
   const char* const name;
   const std::function<void()>& body;
   SharedMemory shared;
-  std::deque<ThreadState> threads;  // a fiber does not move
+  const size_t num_threads;
+  const std::unique_ptr<ThreadState[]> thread_states;
+  const std::span<ThreadState> threads;
+  std::vector<Warp> warps;
   std::vector<unsigned> turns;
   size_t num_alive = 0, num_at_barrier = 0;
   std::exception_ptr failure;

@@ -1,11 +1,10 @@
 // What threads of a block do together: barriers, warp operations, asynchronous copies, matrices.
 #include <fmt/format.h>
 
+#include <bit>
 #include <cstring>
-#if defined(__SANITIZE_ADDRESS__)
-#include <sanitizer/asan_interface.h>
-#endif
 
+#include "test/simt/asan.h"
 #include "test/simt/machine.h"
 #include "test/simt/simt.h"
 
@@ -47,15 +46,56 @@ void sync_block(Where where) {
   sync_block_sum(0, where);
 }
 
+namespace {
+
+/// Whether `thread` completes its operation: all lanes of its mask wait in the same one.
+bool completes(Machine& machine, ThreadState& thread) {
+  Warp& warp = machine.warp_of(thread);
+  const uint32_t mask = thread.mask, bit = 1u << thread.lane();
+  const auto fail = [&](const std::string& but) {
+    machine.fail(thread, fmt::format("{} with mask {:#010x} at {}, but {}", thread.name, mask,
+                                     at(thread.where), but));
+  };
+  const auto is_same_operation = [&](const ThreadState& other) {
+    return other.mask == mask && other.combine == thread.combine &&
+           is_same(other.where, thread.where);
+  };
+  if ((mask & bit) == 0) fail("the calling lane is not in it");
+  if (const uint32_t exited = mask & warp.exited; exited != 0) {
+    fail(fmt::format("lane {} has exited", std::countr_zero(exited)));
+  }
+  const uint32_t others = warp.waiting;
+  warp.waiting |= bit;
+  if (others == 0) {
+    warp.first = &thread;
+    warp.group = bit;
+    return warp.group == mask;
+  }
+  if (warp.group != 0 && is_same_operation(*warp.first)) {
+    warp.group |= bit;
+    return warp.group == mask;
+  }
+  bool is_last = true;
+  for (int lane = 0; lane < kWarpSize; ++lane) {
+    if (lane == thread.lane() || (mask >> lane & 1u) == 0) continue;
+    // A lane may meet others first, if this one is not among them.
+    const ThreadState& other = machine.lane_of(thread, lane);
+    const bool names_this = other.wait == Wait::kWarp && (other.mask & bit) != 0;
+    if (names_this && !is_same_operation(other)) {
+      fail(fmt::format("lane {} is in {} with mask {:#010x} at {}", lane, other.name, other.mask,
+                       at(other.where)));
+    }
+    is_last = is_last && names_this;
+  }
+  return is_last;
+}
+
+}  // namespace
+
 void rendezvous(const char* name, uint32_t mask, const void* in, void* out, Combine combine,
                 Where where) {
   ThreadState& thread = self();
   Machine& machine = *thread.machine;
-  const auto fail = [&](const std::string& but) {
-    machine.fail(thread,
-                 fmt::format("{} with mask {:#010x} at {}, but {}", name, mask, at(where), but));
-  };
-  if ((mask >> thread.lane() & 1u) == 0) fail("the calling lane is not in it");
   thread.wait = Wait::kWarp;
   thread.where = where;
   thread.name = name;
@@ -63,31 +103,19 @@ void rendezvous(const char* name, uint32_t mask, const void* in, void* out, Comb
   thread.in = in;
   thread.out = out;
   thread.combine = combine;
-  bool is_last = true;
-  for (int lane = 0; lane < kWarpSize; ++lane) {
-    if ((mask >> lane & 1u) == 0) continue;
-    const ThreadState& other = machine.lane_of(thread, lane);
-    if (other.fiber.is_done()) fail(fmt::format("lane {} has exited", lane));
-    // A lane may meet others first, if this one is not among them.
-    const bool names_this = other.wait == Wait::kWarp && (other.mask >> thread.lane() & 1u) != 0;
-    if (names_this &&
-        (other.mask != mask || other.combine != combine || !is_same(other.where, where))) {
-      fail(fmt::format("lane {} is in {} with mask {:#010x} at {}", lane, other.name, other.mask,
-                       at(other.where)));
-    }
-    is_last = is_last && names_this;
-  }
-  if (is_last) {
+  if (completes(machine, thread)) {
     Lanes lanes{mask, {}, {}};
     for (int lane = 0; lane < kWarpSize; ++lane) {
       if (!lanes.has(lane)) continue;
-      lanes.ins[lane] = machine.lane_of(thread, lane).in;
-      lanes.outs[lane] = machine.lane_of(thread, lane).out;
+      ThreadState& other = machine.lane_of(thread, lane);
+      lanes.ins[lane] = other.in;
+      lanes.outs[lane] = other.out;
+      other.wait = Wait::kNothing;
     }
+    Warp& warp = machine.warp_of(thread);
+    warp.waiting &= ~mask;
+    if ((warp.group & mask) != 0) warp.group = 0;
     combine(lanes);
-    for (int lane = 0; lane < kWarpSize; ++lane) {
-      if (lanes.has(lane)) machine.lane_of(thread, lane).wait = Wait::kNothing;
-    }
   }
   while (thread.wait == Wait::kWarp) thread.fiber.yield();
 }
@@ -102,15 +130,13 @@ void copy_async(void* to_shared, const void* from, size_t nbytes, Where where) {
   }
   if (from != nullptr) {
     check_aligned(from, nbytes, "cp.async from global memory", where);
-#if defined(__SANITIZE_ADDRESS__)
     // Here, because the copy itself is made elsewhere.
-    if (__asan_region_is_poisoned(const_cast<void*>(from), nbytes) != nullptr) {
+    if (asan::is_poisoned(from, nbytes)) {
       machine.fail(thread,
                    fmt::format("cp.async reads {} bytes at {}, out of bounds or after they were "
                                "freed, at {}",
                                nbytes, from, at(where)));
     }
-#endif
   }
   std::memset(to_shared, kPoison, nbytes);
   thread.copies.push_back({to_shared, from, nbytes, thread.copy_group});

@@ -1,0 +1,116 @@
+"""Registers, shared memory and spills of every CUDA kernel, as ptxas reported them when the product
+was compiled; spills and stack frames in the kernels of WATCHED are errors. Shared memory is what
+the code itself declares; what a launch asks for comes on top.
+Usage: resources.py FAMILY_FILE.resources...
+"""
+
+import pathlib
+import re
+import subprocess
+import sys
+
+# Family: what the names of its kernels that must not use local memory contain, in any case.
+WATCHED = {"attention": "", "optimizer": "adamw"}
+
+ENTRY = re.compile(r"Compiling entry function '(\S+)' for '(\w+)'")
+LOCAL = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+USED = re.compile(r"Used (\d+) registers")
+SHARED = re.compile(r"(\d+) bytes smem")
+
+
+def parse(text):
+    """A dict for each kernel and architecture of one report."""
+    kernels = []
+    for line in text.splitlines():
+        if match := ENTRY.search(line):
+            kernels.append({"symbol": match[1], "arch": match[2], "registers": None, "shared": 0,
+                            "stack": 0, "stores": 0, "loads": 0})
+        elif (match := LOCAL.search(line)) and kernels:
+            # Of the kernel or of a function it calls.
+            for key, value in zip(("stack", "stores", "loads"), match.groups()):
+                kernels[-1][key] += int(value)
+        elif (match := USED.search(line)) and kernels:
+            kernels[-1]["registers"] = int(match[1])
+            if shared := SHARED.search(line):
+                kernels[-1]["shared"] = int(shared[1])
+    return kernels
+
+
+def demangle(symbols):
+    """Readable names, without namespaces and arguments."""
+    if not symbols:
+        return []
+    names = subprocess.run(["c++filt"], input="\n".join(symbols), text=True, check=True,
+                           stdout=subprocess.PIPE).stdout.splitlines()
+    return [shorten(name) for name in names]
+
+
+def shorten(name):
+    name = name.replace("(anonymous namespace)::", "").replace("tessera::", "")
+    name = name.replace("kernels::cuda::", "").removeprefix("void ")
+    depth = 0
+    for i, char in enumerate(name):
+        depth += {"<": 1, ">": -1}.get(char, 0)
+        if char == "(" and depth == 0:
+            return name[:i]
+    return name
+
+
+def faults(family, kernels):
+    """What a watched kernel does wrong; that a watched family has none is a fault too."""
+    if family not in WATCHED:
+        return
+    watched = [k for k in kernels if WATCHED[family] in k["name"].lower()]
+    if not watched:
+        yield f"{family}: no kernel named *{WATCHED[family]}* in the report"
+    for k in watched:
+        if k["stack"] or k["stores"] or k["loads"]:
+            yield (f"{family}: {k['name']} on {k['arch']} uses local memory: {k['stack']} bytes "
+                   f"of stack, {k['stores']} of spill stores, {k['loads']} of spill loads")
+
+
+def check_the_check():
+    """A planted spill is found, in a watched kernel only."""
+    report = """ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function '_Z12adamw_kernelIfEvPT_' for 'sm_90'
+ptxas info    : Function properties for _Z12adamw_kernelIfEvPT_
+    8 bytes stack frame, 4 bytes spill stores, 12 bytes spill loads
+ptxas info    : Used 255 registers, used 1 barriers, 1024 bytes smem, 376 bytes cmem[0]
+"""
+    [kernel] = parse(report)
+    [kernel["name"]] = demangle([kernel["symbol"]])
+    assert kernel["name"] == "adamw_kernel<float>", kernel
+    assert (kernel["registers"], kernel["shared"], kernel["arch"]) == (255, 1024, "sm_90"), kernel
+    [fault] = faults("optimizer", [kernel])
+    assert "8 bytes of stack, 4 of spill stores, 12 of spill loads" in fault, fault
+    assert list(faults("attention", [kernel])) and not list(faults("norm", [kernel]))
+    clean = kernel | {"stack": 0, "stores": 0, "loads": 0}
+    assert not list(faults("optimizer", [clean]))
+    assert list(faults("optimizer", [clean | {"name": "sgd_kernel"}]))
+
+
+def main():
+    check_the_check()
+    by_family = {}
+    for path in map(pathlib.Path, sys.argv[1:]):
+        family = next((f for f in WATCHED if path.name.startswith(f + "_")),
+                      path.stem.rsplit("_", 1)[0])
+        by_family.setdefault(family, []).extend(parse(path.read_text(encoding="utf-8")))
+    print(f"{'registers':>9} {'shared':>7} {'stack':>6} {'spills':>7}  arch   kernel")
+    problems = [f"{family}: no report" for family in WATCHED if family not in by_family]
+    num_kernels = 0
+    for family, kernels in sorted(by_family.items()):
+        for kernel, name in zip(kernels, demangle([k["symbol"] for k in kernels])):
+            kernel["name"] = name
+        for k in sorted(kernels, key=lambda k: (k["name"], k["arch"])):
+            print(f"{k['registers']:>9} {k['shared']:>7} {k['stack']:>6} "
+                  f"{k['stores'] + k['loads']:>7}  {k['arch']}  {family}: {k['name']}")
+        num_kernels += len(kernels)
+        problems += faults(family, kernels)
+    print(*problems, sep="\n")
+    print(f"{num_kernels} kernels, {len(problems)} faults")
+    return 1 if problems or num_kernels == 0 else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
