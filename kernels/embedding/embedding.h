@@ -14,7 +14,7 @@ namespace tessera {
 /// Streams  current stream; never synchronizes
 /// Errors   DtypeError if ids are not integers or weight is not floating; ShapeError if weight is
 ///          not [V, C] or there are 2^31 ids or more; on the CPU an id outside [0, V) is an Error
-///          of the kernel's task that names the id and its position
+///          of the kernel's task that names the id and its position; on CUDA its row of y is NaN
 Tensor embedding(const Tensor& ids, const Tensor& weight);
 
 }  // namespace tessera

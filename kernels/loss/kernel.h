@@ -9,7 +9,7 @@ namespace tessera::kernels {
 
 /// The targets of `rows` rows: class indices in [0, vocab), or `ignore_index` for no loss.
 /// On the CPU a kernel that reads them throws from its task if one is neither, naming `op`, the
-/// target and its position (`first_row` + row).
+/// target and its position (`first_row` + row); on CUDA that row's loss and gradient are NaN.
 struct Targets {
   const void* data;
   DType dtype;  ///< i32 or i64
@@ -64,7 +64,8 @@ struct CrossEntropyFused {
 };
 TESSERA_DECLARE_KERNEL(cross_entropy_fused, CrossEntropyFused);
 
-/// sum = sum of losses in f64, in order, rounded once; count = number of targets not ignored.
+/// sum = sum of losses in f64, in a fixed order, rounded once; count = number of targets not
+/// ignored.
 struct LossTotal {
   void* sum;    ///< one value of `dtype`
   void* count;  ///< one value of `dtype`

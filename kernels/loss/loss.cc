@@ -110,6 +110,7 @@ struct LinearLoss {
   Tensor x, w, targets;
   int64_t ignore_index;
   int64_t rows = 0, width = 0, vocab = 0, chunk_rows = 0;
+  int64_t stride = 0;  ///< elements between rows of logits
 
   static constexpr const char* kOp = "linear_cross_entropy";
 
@@ -122,7 +123,7 @@ struct LinearLoss {
       f(first, std::min(chunk_rows, rows - first));
     }
   }
-  Tensor make_buffer() const { return empty({std::min(chunk_rows, rows), vocab}, logits_dtype()); }
+  Tensor make_buffer() const { return empty({std::min(chunk_rows, rows), stride}, logits_dtype()); }
   const void* x_row(int64_t row) const { return at(x, row * width); }
   Targets targets_at(int64_t row) const { return targets_from(kOp, targets, ignore_index, row); }
   static char* at(const Tensor& t, int64_t element) {
@@ -130,7 +131,7 @@ struct LinearLoss {
   }
   /// Elements of x's dtype between rows of gradients that lie in a buffer of logits.
   int64_t dlogits_stride() const {
-    return vocab * static_cast<int64_t>(size_of(logits_dtype()) / size_of(x.dtype()));
+    return stride * static_cast<int64_t>(size_of(logits_dtype()) / size_of(x.dtype()));
   }
 
   void make_logits(const Tensor& buffer, int64_t first, int64_t count) const {
@@ -138,7 +139,7 @@ struct LinearLoss {
     a.c = buffer.raw_data(), a.a = x_row(first), a.b = w.raw_data();
     a.dtype = x.dtype(), a.c_dtype = logits_dtype(), a.trans_b = true;
     a.m = count, a.n = vocab, a.k = width;
-    a.lda = width, a.ldb = width, a.ldc = vocab;
+    a.lda = width, a.ldb = width, a.ldc = stride;
     kernels::matmul(current_stream(), a);
   }
   /// dx[first ...] (+)= dlogits w.
@@ -204,7 +205,7 @@ LossSum losses_only(const LinearLoss& loss, const Tensor& stats) {
     a.losses = LinearLoss::at(losses, first), a.logits = buffer.raw_data();
     a.stats = stats.is_defined() ? LinearLoss::at(stats, 2 * first) : nullptr;
     a.targets = loss.targets_at(first), a.dtype = loss.logits_dtype();
-    a.rows = count, a.vocab = a.row_stride = loss.vocab;
+    a.rows = count, a.vocab = loss.vocab, a.row_stride = loss.stride;
     kernels::cross_entropy_fwd(current_stream(), a);
   });
   return add_up(losses, loss.targets_at(0));
@@ -221,7 +222,7 @@ void gradients_again(const LinearLoss& loss, const Tensor& stats, const Tensor& 
     a.stats = LinearLoss::at(stats, 2 * first), a.scale = scale.raw_data();
     a.targets = loss.targets_at(first);
     a.dtype = loss.logits_dtype(), a.dlogits_dtype = loss.x.dtype();
-    a.rows = count, a.vocab = a.row_stride = loss.vocab;
+    a.rows = count, a.vocab = loss.vocab, a.row_stride = loss.stride;
     a.dlogits_row_stride = loss.dlogits_stride();
     kernels::cross_entropy_bwd(current_stream(), a);
     if (dx) loss.make_dx(dx, buffer, first, count);
@@ -241,7 +242,7 @@ LossSum losses_and_gradients(const LinearLoss& loss, const Tensor& scale, const 
     a.losses = LinearLoss::at(losses, first), a.logits = buffer.raw_data();
     a.targets = loss.targets_at(first), a.scale = scale.raw_data();
     a.dtype = loss.logits_dtype(), a.dlogits_dtype = loss.x.dtype();
-    a.rows = count, a.vocab = a.row_stride = loss.vocab;
+    a.rows = count, a.vocab = loss.vocab, a.row_stride = loss.stride;
     kernels::cross_entropy_fused(current_stream(), a);
     if (dx) loss.make_dx(dx, buffer, first, count);
     dw.add_chunk(loss, buffer, first, count);
@@ -250,13 +251,23 @@ LossSum losses_and_gradients(const LinearLoss& loss, const Tensor& scale, const 
   return add_up(losses, loss.targets_at(0));
 }
 
-int64_t choose_chunk_rows(int64_t rows, int64_t vocab, DType logits_dtype, int64_t requested) {
-  constexpr int64_t kBufferBytes = 64 << 20, kMinRows = 128;
+int64_t choose_chunk_rows(const LinearLoss& loss, int64_t requested) {
   if (requested > 0) return requested;
-  const int64_t row_nbytes = vocab * static_cast<int64_t>(size_of(logits_dtype));
-  const int64_t limit = std::max(kMinRows, kBufferBytes / row_nbytes);
-  const int64_t num_chunks = std::max<int64_t>(1, (rows + limit - 1) / limit);
-  return std::max<int64_t>(1, (rows + num_chunks - 1) / num_chunks);  // chunks of equal length
+  // A chunk costs a pass over w and dw. On the CPU their products are slow enough to hide it.
+  const bool is_cuda = loss.x.device().type == DeviceType::kCuda;
+  const int64_t buffer_nbytes = int64_t{is_cuda ? 512 : 64} << 20, min_rows = is_cuda ? 1024 : 128;
+  const int64_t row_nbytes = loss.stride * static_cast<int64_t>(size_of(loss.logits_dtype()));
+  const int64_t limit = std::max(min_rows, buffer_nbytes / row_nbytes);
+  const int64_t num_chunks = std::max<int64_t>(1, (loss.rows + limit - 1) / limit);
+  return std::max<int64_t>(1, (loss.rows + num_chunks - 1) / num_chunks);  // of equal length
+}
+
+/// On CUDA rows of logits, and of gradients in their place, start at 256 bytes whatever the
+/// vocabulary: vectors for the loss, and layouts that the products' fastest kernels accept.
+int64_t choose_stride(const LinearLoss& loss) {
+  if (loss.x.device().type != DeviceType::kCuda) return loss.vocab;
+  constexpr int64_t kMultiple = 64;
+  return (loss.vocab + kMultiple - 1) / kMultiple * kMultiple;
 }
 
 LinearLoss make_linear_loss(const Tensor& x, const Tensor& w, const Tensor& targets,
@@ -277,8 +288,8 @@ LinearLoss make_linear_loss(const Tensor& x, const Tensor& w, const Tensor& targ
   LinearLoss loss{x.contiguous().detach(), w.contiguous().detach(), targets.contiguous(),
                   options.ignore_index};
   loss.width = x.dim(-1), loss.vocab = w.dim(0), loss.rows = x.numel() / loss.width;
-  loss.chunk_rows =
-      choose_chunk_rows(loss.rows, loss.vocab, loss.logits_dtype(), options.chunk_rows);
+  loss.stride = choose_stride(loss);
+  loss.chunk_rows = choose_chunk_rows(loss, options.chunk_rows);
   return loss;
 }
 

@@ -19,12 +19,14 @@ struct LossSum {
 /// Grads    dlogits = (softmax - one_hot) * dsum; zero for targets equal to `ignore_index`
 /// Streams  current stream; never synchronizes
 /// Errors   ShapeError, DtypeError; a target outside [0, V) that is not `ignore_index` is an Error
-///          of the stream (thrown at its synchronization) with the target, its position and V
+///          of the stream (thrown at its synchronization) with the target, its position and V; on
+///          CUDA it makes the sum NaN
 LossSum cross_entropy(const Tensor& logits, const Tensor& targets, int64_t ignore_index = -100);
 
 struct LinearCrossEntropyOptions {
   int64_t ignore_index = -100;
-  /// Rows whose logits exist at a time; 0 = as many as 64 MiB hold, at least 128.
+  /// Rows whose logits exist at a time; 0 = as many as 64 MiB hold, at least 128 (on CUDA 512 MiB
+  /// and 1024: every chunk reads w and adds into dw once).
   int64_t chunk_rows = 0;
   /// The gradient that `backward` will bring to `sum`, if it is known by now: a scalar [] of the
   /// loss's dtype on the device (1 / global number of valid targets, times the loss scale). See
@@ -36,8 +38,9 @@ struct LinearCrossEntropyOptions {
 /// in chunks of rows.
 /// Shapes   x [..., C], w [V, C], targets [...]
 /// Dtypes   x f32 | bf16 | f16 | f64, w the same, targets i32 | i64; logits f32 (f64 for f64)
-/// Memory   chunk_rows * V * 4 bytes of logits, linear in rows for everything else. Chunks that
-///          add into a dw destination of bf16 or f16 go through V * C f32 values (one rounding).
+/// Memory   chunk_rows * V * 4 bytes of logits (V rounded up to 64 on CUDA), linear in rows for
+///          everything else. Chunks that add into a dw destination of bf16 or f16 go through V * C
+///          f32 values (one rounding).
 /// Saves    x, w, targets, 8 bytes per row; the backward makes each chunk's logits again. With
 ///          `grad_scale`: dx only
 /// Grads    dx, dw; the same bits whatever the number of threads

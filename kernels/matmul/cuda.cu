@@ -391,56 +391,26 @@ void own_matmul(CUstream_st* stream, const Matmul& p) {
   });
 }
 
-Matmul without_activation(const Matmul& p) {
-  Matmul linear = p;
-  if (p.activate && p.pre_activation != nullptr) linear.c = p.pre_activation, linear.ldc = p.n;
-  linear.pre_activation = nullptr;
-  linear.activate = false;
-  return linear;
-}
-
-enum class Path : unsigned char { kOwn, kLibrary, kLibraryThenActivation };
-
-Path path_of(const Matmul& p) {
-  if (gemm_backend() == GemmBackend::kOwn) return Path::kOwn;
+bool goes_to_library(const Matmul& p) {
+  if (gemm_backend() == GemmBackend::kOwn) return false;
   TESSERA_CHECK(gemm_backend() == GemmBackend::kAuto || cublaslt_problem().empty(),
                 "matmul: the backend is cublaslt, but {}", cublaslt_problem());
-  if (cublaslt_supports(p)) return Path::kLibrary;
-  if (p.activate && cublaslt_supports(without_activation(p))) return Path::kLibraryThenActivation;
-  return Path::kOwn;
+  return cublaslt_supports(p);
 }
 
 }  // namespace
 
 int64_t matmul_workspace_nbytes(const Matmul& p) {
-  switch (path_of(p)) {
-    case Path::kOwn:
-      return 0;
-    case Path::kLibrary:
-      return cublaslt_workspace_nbytes(p);
-    case Path::kLibraryThenActivation:
-      break;
-  }
-  return cublaslt_workspace_nbytes(without_activation(p));
+  return goes_to_library(p) ? cublaslt_workspace_nbytes(p) : 0;
 }
 
 bool matmul_fuses_row_sums(const Matmul& p) {
-  return p.row_sums != nullptr && path_of(p) == Path::kLibrary;
+  return p.row_sums != nullptr && goes_to_library(p);
 }
 
 void matmul(CUstream_st* stream, const Matmul& p) {
   if (p.m == 0 || p.n == 0 || p.num_batches == 0) return;
-  switch (path_of(p)) {
-    case Path::kOwn:
-      return own_matmul(stream, p);
-    case Path::kLibrary:
-      return cublaslt_matmul(stream, p);
-    case Path::kLibraryThenActivation:
-      break;
-  }
-  const Matmul linear = without_activation(p);
-  cublaslt_matmul(stream, linear);
-  activation_fwd(stream, {p.c, linear.c, p.c_dtype, p.activation, p.m, p.n, linear.ldc});
+  goes_to_library(p) ? cublaslt_matmul(stream, p) : own_matmul(stream, p);
 }
 
 void bias_grad(CUstream_st* stream, const BiasGrad& p) {
