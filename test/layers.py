@@ -1,6 +1,7 @@
 """The layer rule: core <- kernels <- {nn, optim} <- dist <- apps. A lower layer never includes a
 higher one, nn and optim do not see each other, and every include between own files names a file
-from the root. Usage: layers.py ROOT
+from the root. And what CUDA sources must not contain, so that one source serves nvcc and the
+emulator. Usage: layers.py ROOT
 """
 
 import pathlib
@@ -16,6 +17,24 @@ BELOW = {
     "apps": {"core", "kernels", "nn", "optim", "dist", "apps"},
 }
 INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
+
+COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+# What, where it may be, what to use instead.
+CUDA_RULES = [
+    (re.compile(r"<<<"), "", "launch()"),
+    (re.compile(r"\b__shared__\b"), "core/runtime/cuda/launch.cuh", "dynamic_smem()"),
+    (re.compile(r"\basm\b"), "core/runtime/cuda/ptx.cuh", "a wrapper in ptx.cuh"),
+    (re.compile(r"\bprintf\b"), "", "an error of the launcher"),
+    (re.compile(r"\batomic(Add|Sub)\s*\(\s*\(?\s*(float|double)\b"), "", "a two-stage reduction"),
+]
+
+
+def cuda_violations(path, text):
+    """Which rules a .cu or .cuh file breaks."""
+    code = COMMENT.sub("", text)
+    for pattern, exception, instead in CUDA_RULES:
+        if path != exception and (match := pattern.search(code)):
+            yield f'{path}: contains "{match[0]}": use {instead}'
 
 
 def violations(path, text, exists):
@@ -44,6 +63,14 @@ def check_the_check():
         assert not found(path, include), (path, include)
     assert found("nn/a.h", "nn/b.h", exists=False)
 
+    for code in ("k<<<1, 32>>>();", "__shared__ float s[2];", 'asm("nop");', 'printf("x");',
+                 "atomicAdd((float*)p, v);"):
+        assert list(cuda_violations("kernels/norm/cuda.cu", code)), code
+    for path, code in [("core/runtime/cuda/ptx.cuh", 'asm("nop");'),
+                       ("kernels/norm/cuda.cu", "// asm\natomicAdd(&count, 1); /* <<< */"),
+                       ("core/runtime/cuda/launch.cuh", "extern __shared__ char bytes[];")]:
+        assert not list(cuda_violations(path, code)), code
+
 
 def main():
     check_the_check()
@@ -54,9 +81,10 @@ def main():
             if file.suffix not in (".h", ".cc", ".cu", ".cuh"):
                 continue
             num_files += 1
-            faults += violations(file.relative_to(root).as_posix(),
-                                 file.read_text(encoding="utf-8"),
-                                 lambda include: (root / include).is_file())
+            path, text = file.relative_to(root).as_posix(), file.read_text(encoding="utf-8")
+            faults += violations(path, text, lambda include: (root / include).is_file())
+            if file.suffix in (".cu", ".cuh"):
+                faults += cuda_violations(path, text)
     print(*faults, sep="\n")
     print(f"{num_files} files, {len(faults)} faults")
     return 1 if faults or num_files == 0 else 0
