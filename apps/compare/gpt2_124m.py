@@ -1,12 +1,16 @@
 #!/usr/bin/env python3
-"""Training steps of GPT-2 124M beside PyTorch (eager, CPU), interleaved: A B A B ...
+"""Training steps of GPT-2 124M beside PyTorch on the CPU, interleaved: A B A B ...
 
-    python3 apps/compare/gpt2_124m.py build/apps/tessera-train [--batch 4] [--context 64]
-        [--dtype f32|bf16] [--threads 2] [--pairs 5] [--steps 20]
+    python3 apps/compare/gpt2_124m.py build/apps/tessera-train [--peer eager|compile|fsdp2]
+        [--ranks 1] [--batch 4] [--context 64] [--dtype f32|bf16] [--threads 2] [--pairs 5]
+        [--steps 20]
 
-Random tokens, AdamW, clipping at 1. A run is a process of its own with `--steps` steps, of which
-the first are not counted. Prints each pair's milliseconds a step and the median ratio (PyTorch /
-Tessera: above 1 Tessera is faster). Needs the package torch and an otherwise idle machine.
+Random tokens, AdamW, clipping at 1; `--batch` samples and `--threads` threads on each rank. bf16 is
+autocast in PyTorch (with fsdp2 its MixedPrecisionPolicy: bf16 parameters, f32 reduction). Peer fsdp2
+is `fully_shard` on every block over gloo, beside `full_shard` here under mpirun. A run is a process
+(a launch) of its own with `--steps` steps, of which the first are not counted. Prints each pair's
+milliseconds a step and the median ratio (PyTorch / Tessera: above 1 Tessera is faster). Needs the
+package torch and an otherwise idle machine.
 """
 
 import argparse
@@ -23,14 +27,10 @@ import time
 LAYERS, HEADS, WIDTH, VOCAB, CONTEXT = 12, 12, 768, 50257, 1024
 
 
-def torch_step_ms(args):
-    """Median milliseconds of a step, in this process."""
+def torch_model():
     import torch
     import torch.nn.functional as F
     from torch import nn
-
-    torch.set_num_threads(args.threads)
-    torch.manual_seed(1)
 
     class Block(nn.Module):
         def __init__(self):
@@ -63,22 +63,70 @@ def torch_step_ms(args):
             logits = self.norm(x) @ self.tokens.weight.T
             return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
-    model = Gpt()
+    return Gpt()
+
+
+def shard(model, dtype):
+    """FSDP2 over all ranks: a unit a block, the rest with the root."""
+    import torch
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy()
+    if dtype == "bf16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        fully_shard(block, mp_policy=policy)
+    return fully_shard(model, mp_policy=policy)
+
+
+def torch_step_ms(args, rank=0):
+    """Median milliseconds of a step, in this process."""
+    import torch
+    from torch import nn
+
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(1 + rank)
+    model = torch_model()
+    if args.peer == "fsdp2":
+        model = shard(model, args.dtype)
+    run = torch.compile(model) if args.peer == "compile" else model
     # The fastest of PyTorch's AdamW implementations on CPU.
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    autocast = args.dtype == "bf16" and args.peer != "fsdp2"
     times = []
     for _ in range(args.steps):
         ids = torch.randint(VOCAB, (args.batch, args.context))
         targets = torch.randint(VOCAB, (args.batch, args.context))
         begin = time.perf_counter()
-        with torch.autocast("cpu", torch.bfloat16, enabled=args.dtype == "bf16"):
-            loss = model(ids, targets)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = run(ids, targets)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         times.append(1e3 * (time.perf_counter() - begin))
     return statistics.median(times[len(times) // 4 :])
+
+
+def torch_rank(rank, args, store, results):
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank,
+                            world_size=args.ranks)
+    step_ms = torch_step_ms(args, rank)
+    if rank == 0:
+        results.put(step_ms)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def torch_ranks_step_ms(args):
+    import torch.multiprocessing as mp
+
+    results = mp.get_context("spawn").SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(torch_rank, (args, f"{folder}/store", results), nprocs=args.ranks)
+    return results.get()
 
 
 def write_tokens(path, count):
@@ -90,10 +138,13 @@ def write_tokens(path, count):
 
 
 def tessera_step_ms(args, config, folder):
-    command = [
+    launch = []
+    if args.ranks > 1:
+        launch = ["mpirun", "--bind-to", "none", "-n", str(args.ranks)]
+    command = launch + [
         args.tessera, config, f"--data.tokens={folder}/tokens.bin", f"--output.dir={folder}/out",
         f"--train.steps={args.steps}", f"--train.micro_batch={args.batch}",
-        f"--train.global_batch={args.batch}", f"--model.context={args.context}",
+        f"--train.global_batch={args.batch * args.ranks}", f"--model.context={args.context}",
         f"--train.threads={args.threads}", f"--precision.param_dtype={args.dtype}",
         "--train.eval_every=0", "--sample.tokens=0", "--device=cpu"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -104,6 +155,8 @@ def tessera_step_ms(args, config, folder):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("tessera")
+    parser.add_argument("--peer", choices=["eager", "compile", "fsdp2"], default="eager")
+    parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--context", type=int, default=64)
     parser.add_argument("--dtype", choices=["f32", "bf16"], default="f32")
@@ -112,13 +165,17 @@ def main():
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--torch-only", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.ranks > 1 and args.peer != "fsdp2":
+        parser.error("several ranks need --peer fsdp2")
     if args.torch_only:
-        print(torch_step_ms(args))
+        print(torch_ranks_step_ms(args) if args.peer == "fsdp2" else torch_step_ms(args))
         return
+    if args.ranks > 1 and os.getuid() == 0:
+        os.environ |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     ratios = []
     with tempfile.TemporaryDirectory() as folder:
-        write_tokens(f"{folder}/tokens.bin", 200_000 + 2 * args.steps * args.batch * args.context)
+        write_tokens(f"{folder}/tokens.bin", 200_000 + 2 * args.steps * args.batch * args.ranks * args.context)
         for pair in range(args.pairs):
             theirs = float(subprocess.run(
                 [sys.executable, *sys.argv, "--torch-only"], check=True, stdout=subprocess.PIPE,
@@ -127,9 +184,9 @@ def main():
             ratios.append(theirs / ours)
             print(f"pair {pair}: PyTorch {theirs:.0f} ms, Tessera {ours:.0f} ms, "
                   f"ratio {ratios[-1]:.2f}", flush=True)
-    tokens = args.batch * args.context
-    print(f"GPT-2 124M, B {args.batch}, T {args.context}, {args.dtype}, {args.threads} threads: "
-          f"median ratio {statistics.median(ratios):.2f} ({min(ratios):.2f} to "
+    tokens = args.batch * args.ranks * args.context
+    print(f"GPT-2 124M, {args.peer}, {args.ranks} ranks, B {args.batch}, T {args.context}, "
+          f"{args.dtype}, {args.threads} threads: median ratio {statistics.median(ratios):.2f} ({min(ratios):.2f} to "
           f"{max(ratios):.2f}), {tokens} tokens a step")
 
 

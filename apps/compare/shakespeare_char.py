@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""The recipe of configs/shakespeare_char_cpu.toml in PyTorch (eager, CPU), for comparison.
+"""The recipe of configs/shakespeare_char_cpu.toml in PyTorch on the CPU, for comparison.
 
     python3 apps/compare/shakespeare_char.py input.txt [--tessera build/apps/tessera-train]
-        [--seeds 1 2 3] [--threads 2] [--steps 2000]
+        [--compile] [--seeds 1 2 3] [--threads 2] [--steps 2000]
 
 Prints a JSON line a seed: validation loss over the whole split (non-overlapping windows, nats a
 character) and the wall time of training without evaluation; with --tessera, interleaved, the same
@@ -71,9 +71,14 @@ def learning_rate(step, steps, warmup=100, peak=1e-3, final=1e-4):
     return final + 0.5 * (peak - final) * (1 + math.cos(math.pi * progress))
 
 
-def train(train_ids, val_ids, vocab, seed, steps):
+def train(train_ids, val_ids, vocab, seed, steps, compiles):
     torch.manual_seed(seed)
     model = Gpt(vocab)
+    run = torch.compile(model) if compiles else model
+    if compiles:  # outside of the time, as nobody trains for 20 seconds
+        run(train_ids[:BATCH * CONTEXT].view(BATCH, -1),
+            train_ids[1:BATCH * CONTEXT + 1].view(BATCH, -1)).backward()
+        model.zero_grad(set_to_none=True)
     decay = [p for p in model.parameters() if p.dim() >= 2]
     rest = [p for p in model.parameters() if p.dim() < 2]
     optimizer = torch.optim.AdamW(
@@ -86,7 +91,7 @@ def train(train_ids, val_ids, vocab, seed, steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, steps)
         starts = torch.randint(len(train_ids) - CONTEXT, (BATCH, 1), generator=generator)
-        loss = model(train_ids[starts + order], train_ids[starts + order + 1])
+        loss = run(train_ids[starts + order], train_ids[starts + order + 1])
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -118,6 +123,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("text")
     parser.add_argument("--tessera")
+    parser.add_argument("--compile", action="store_true", help="torch.compile; its time not counted")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--steps", type=int, default=2000)
@@ -129,7 +135,8 @@ def main():
     split = int(0.9 * len(ids))
     losses, ratios = [], []
     for seed in args.seeds:
-        loss, seconds = train(ids[:split], ids[split:], len(table), seed, args.steps)
+        loss, seconds = train(ids[:split], ids[split:], len(table), seed, args.steps,
+                              args.compile)
         line = {"seed": seed, "val_loss": round(loss, 4), "seconds": round(seconds, 2)}
         if args.tessera:
             ours, our_seconds = run_tessera(args.tessera, args.text, seed, args.steps, args.threads)

@@ -1,0 +1,338 @@
+// tessera-bench-train: where the time of a training step goes, beside the least time that its
+// products and its optimizer could take on this device.
+//
+//   floor = (flops a token x tokens) / rate of a large product + 28 bytes x parameters / memory
+//   rate
+//
+// with flops a token of nn::LanguageModel::flops_per_token (forward, dX and dW multiply-adds, half
+// of attention's square) and both rates measured at the start of the same run; AdamW reads
+// parameter, gradient and two moments and writes three of them, 4 bytes each.
+
+#include <fmt/format.h>
+#include <sys/resource.h>
+
+#include <CLI/CLI.hpp>
+#include <mutex>
+#include <nlohmann/json.hpp>
+#include <set>
+
+#include "apps/bench.h"
+#include "core/autograd.h"
+#include "core/log.h"
+#include "core/profiler.h"
+#include "core/random.h"
+#include "core/runtime/context.h"
+#include "core/runtime/cpu_check.h"
+#include "dist/comm/local.h"
+#include "dist/fsdp/fully_shard.h"
+#include "nn/gpt2.h"
+#include "nn/llama.h"
+#include "optim/adamw.h"
+
+namespace tessera::apps {
+namespace {
+
+struct Options {
+  std::string model = "gpt2", dtype = "f32", strategy = "full_shard", recompute = "none",
+              device = "auto";
+  int64_t layers = 12, heads = 12, kv_heads = 0, width = 768, context = 64, vocab = 50257,
+          micro_batch = 4;
+  int steps = 10, threads = 0, num_thread_ranks = 0, prefetch = 1;
+  bool as_json = false;
+};
+
+std::unique_ptr<nn::LanguageModel> make_model(const Options& o) {
+  const nn::DeferredInit deferred;
+  if (o.model == "gpt2") {
+    nn::Gpt2Config c;
+    c.vocab_size = o.vocab, c.context_length = o.context, c.num_layers = o.layers;
+    c.num_heads = o.heads, c.width = o.width;
+    return std::make_unique<nn::Gpt2>(c);
+  }
+  nn::LlamaConfig c;
+  c.vocab_size = o.vocab, c.context_length = o.context, c.num_layers = o.layers;
+  c.num_heads = o.heads, c.num_kv_heads = o.kv_heads, c.width = o.width;
+  return std::make_unique<nn::Llama>(c);
+}
+
+nn::RecomputePolicy recompute_from_name(const std::string& name) {
+  using Kind = nn::RecomputePolicy::Kind;
+  return {name == "full" ? Kind::kFull : name == "selective" ? Kind::kSelective : Kind::kNone, 1};
+}
+
+/// One rank's model and its step on fixed random tokens.
+class Training {
+ public:
+  Training(dist::World& world, const Options& o) : world_(world), model_(make_model(o)) {
+    model_->set_recompute(recompute_from_name(o.recompute));
+    dist::FsdpOptions fsdp;
+    fsdp.strategy = dist::strategy_from_name(o.strategy);
+    fsdp.precision.param_dtype = dtype_from_name(o.dtype);
+    // A gradient in f32 costs a bf16 product nothing and saves a cast of it.
+    if (fsdp.precision.param_dtype != kF32) fsdp.precision.reduce_dtype = kF32;
+    fsdp.prefetch_forward = fsdp.prefetch_backward = o.prefetch;
+    fsdp_ = dist::fully_shard(*model_, world, fsdp);
+    fsdp_->initialize(1);
+    optimizer_ = std::make_unique<optim::AdamW>(fsdp_->shards(), optim::AdamWOptions{});
+    std::vector<int32_t> ids, targets;
+    for (int64_t i = 0; i < o.micro_batch * o.context; ++i) {
+      const uint64_t word = hash_name(fmt::format("{} {}", world.rank(), i));
+      ids.push_back(static_cast<int32_t>(word % static_cast<uint64_t>(o.vocab)));
+      targets.push_back(static_cast<int32_t>((word >> 32) % static_cast<uint64_t>(o.vocab)));
+    }
+    ids_BT_ = from_values(std::span<const int32_t>(ids), {o.micro_batch, o.context});
+    targets_BT_ = from_values(std::span<const int32_t>(targets), {o.micro_batch, o.context});
+    scale_ =
+        full({}, 1.0 / static_cast<double>(ids.size() * static_cast<size_t>(world.world_size())));
+  }
+
+  void step() {
+    const LossSum loss = model_->loss(ids_BT_, targets_BT_, {}, {.grad_scale = scale_});
+    backward(loss.sum, scale_);
+    const dist::ClippedNorm clip = fsdp_->clip_grad_norm(1.0);
+    optimizer_->step(1e-4f, clip.factor, clip.found_inf);
+    fsdp_->end_step();
+  }
+  void finish() {
+    Context::current()->compute().synchronize();
+    world_.control().barrier();
+  }
+
+  double num_parameters() const { return static_cast<double>(fsdp_->num_parameters()); }
+  double flops_per_token(int64_t T) const { return model_->flops_per_token(T); }
+
+ private:
+  dist::World& world_;
+  std::unique_ptr<nn::LanguageModel> model_;
+  std::unique_ptr<dist::Fsdp> fsdp_;
+  std::unique_ptr<optim::AdamW> optimizer_;
+  Tensor ids_BT_, targets_BT_, scale_;
+};
+
+/// Bytes a second of x += y on 256 MiB each: two reads and a write, no line fetched only to be
+/// overwritten, like AdamW.
+double update_rate() {
+  Tensor x = zeros({int64_t{64} << 20});
+  const Tensor y = zeros(x.shape());
+  return 3 * static_cast<double>(x.nbytes()) /
+         (time_on_stream([&] { x.add_(y); }, 10).min_ms * 1e-3);
+}
+
+enum Part { kProducts, kAttention, kOptimizer, kWaits, kOther, kNumParts };
+
+Part part_of(std::string_view task) {
+  if (task == "matmul") return kProducts;
+  if (task.starts_with("attention")) return kAttention;
+  if (task == "adamw_step" || task == "sgd_step" || task == "advance_step") return kOptimizer;
+  return task == "wait" ? kWaits : kOther;
+}
+
+/// Milliseconds of the compute stream by part, and of nothing to do (`idle`): the host is late.
+struct Split {
+  std::array<double, kNumParts> parts_ms{};
+  double idle_ms = 0;
+};
+
+Split split_of(const std::vector<TraceEvent>& events, int compute_id, double step_ms) {
+  Split split;
+  double busy_ms = 0;
+  for (const TraceEvent& e : events) {
+    if (e.stream_id != compute_id) continue;
+    const double ms = static_cast<double>(e.end_ns - e.begin_ns) * 1e-6;
+    split.parts_ms[part_of(e.name)] += ms;
+    busy_ms += ms;
+  }
+  split.idle_ms = std::max(0.0, step_ms - busy_ms);
+  return split;
+}
+
+struct Result {
+  Timing step;
+  Split split;
+  double floor_ms = 0, tokens = 0, parameters = 0, flops_per_token = 0;
+  double allocator_peak_gib = 0, resident_peak_gib = 0;
+};
+
+double gib(double nbytes) {
+  return nbytes / (1 << 30);
+}
+
+Result measure(dist::World& world, const Options& o, const Roofline& roofline, double bytes_per_s) {
+  Training training(world, o);
+  for (int i = 0; i < 2; ++i) training.step();
+  training.finish();
+  std::vector<double> times_ms;
+  for (int i = 0; i < o.steps; ++i) {
+    const int64_t begin = profiler::now_ns();
+    training.step();
+    training.finish();
+    times_ms.push_back(static_cast<double>(profiler::now_ns() - begin) * 1e-6);
+  }
+  Result r;
+  r.step = summarize(times_ms);
+  world.control().barrier();
+  if (world.rank() == 0) profiler::start();
+  world.control().barrier();
+  const int64_t begin = profiler::now_ns();
+  training.step();
+  training.finish();
+  const double traced_ms = static_cast<double>(profiler::now_ns() - begin) * 1e-6;
+  if (world.rank() == 0) {
+    profiler::stop();
+    r.split = split_of(profiler::events(), Context::current()->compute().id(), traced_ms);
+  }
+  world.control().barrier();
+  r.tokens = static_cast<double>(o.micro_batch * o.context * world.world_size());
+  r.parameters = training.num_parameters();
+  r.flops_per_token = training.flops_per_token(o.context);
+  r.floor_ms =
+      1e3 * (r.flops_per_token * r.tokens / roofline.flops_per_s(dtype_from_name(o.dtype)) +
+             28 * r.parameters / bytes_per_s);
+  r.allocator_peak_gib =
+      gib(static_cast<double>(Context::current()->allocator()->stats().peak_reserved));
+  struct rusage usage = {};
+  getrusage(RUSAGE_SELF, &usage);
+  r.resident_peak_gib = gib(static_cast<double>(usage.ru_maxrss) * 1024);
+  return r;
+}
+
+void report(const Options& o, int num_ranks, const Result& r) {
+  const double tokens_per_s = r.tokens / (r.step.median_ms * 1e-3);
+  const auto& ms = r.split.parts_ms;
+  if (o.as_json) {
+    fmt::print("{}\n", nlohmann::json{{"bench", "train"},
+                                      {"model", o.model},
+                                      {"dtype", o.dtype},
+                                      {"strategy", o.strategy},
+                                      {"ranks", num_ranks},
+                                      {"layers", o.layers},
+                                      {"width", o.width},
+                                      {"context", o.context},
+                                      {"vocab", o.vocab},
+                                      {"micro_batch", o.micro_batch},
+                                      {"parameters", r.parameters},
+                                      {"flops_per_token", r.flops_per_token},
+                                      {"step_ms", r.step.median_ms},
+                                      {"min_ms", r.step.min_ms},
+                                      {"max_ms", r.step.max_ms},
+                                      {"tokens_per_s", tokens_per_s},
+                                      {"floor_ms", r.floor_ms},
+                                      {"step_over_floor", r.step.median_ms / r.floor_ms},
+                                      {"products_ms", ms[kProducts]},
+                                      {"attention_ms", ms[kAttention]},
+                                      {"optimizer_ms", ms[kOptimizer]},
+                                      {"exposed_ms", ms[kWaits]},
+                                      {"other_ms", ms[kOther]},
+                                      {"idle_ms", r.split.idle_ms},
+                                      {"allocator_peak_gib", r.allocator_peak_gib},
+                                      {"resident_peak_gib", r.resident_peak_gib}}
+                           .dump());
+    return;
+  }
+  fmt::print(
+      "{} {} {}, {} ranks, B {} T {} a rank, {:.1f} M parameters\n"
+      "step {:.1f} ms ({:.1f}-{:.1f})  {:.0f} tokens/s  floor {:.1f} ms  step / floor {:.2f}\n"
+      "products {:.1f}  attention {:.1f}  other kernels {:.1f}  optimizer {:.1f}  exposed "
+      "communication {:.1f}  idle {:.1f} ms\n"
+      "peak: allocator {:.3f} GiB, resident {:.3f} GiB\n",
+      o.model, o.dtype, o.strategy, num_ranks, o.micro_batch, o.context, r.parameters * 1e-6,
+      r.step.median_ms, r.step.min_ms, r.step.max_ms, tokens_per_s, r.floor_ms,
+      r.step.median_ms / r.floor_ms, ms[kProducts], ms[kAttention], ms[kOther], ms[kOptimizer],
+      ms[kWaits], r.split.idle_ms, r.allocator_peak_gib, r.resident_peak_gib);
+}
+
+/// The rates of the whole machine, before any rank is at work.
+struct Rates {
+  Roofline roofline;
+  double bytes_per_s = 0;
+};
+
+Rates measure_rates(Device device, int threads) {
+  ContextOptions context;
+  context.device = device;
+  context.num_threads = threads;
+  const Context::Scope scope(std::make_shared<Context>(context));
+  return {measure_roofline(), update_rate()};
+}
+
+void print_rates(const Rates& rates, const Options& o) {
+  if (o.as_json) return;
+  fmt::print("products {:.3f} TFLOP/s, updates {:.1f} GB/s\n",
+             rates.roofline.flops_per_s(dtype_from_name(o.dtype)) * 1e-12,
+             rates.bytes_per_s * 1e-9);
+}
+
+int run(int argc, char** argv) {
+  CLI::App app{
+      "Times training steps and splits them by kind of work, beside the floor of this device."};
+  Options o;
+  app.add_option("--model", o.model)->check(CLI::IsMember({"gpt2", "llama"}));
+  app.add_option("--layers", o.layers)->check(CLI::Range(int64_t{1}, int64_t{4096}));
+  app.add_option("--heads", o.heads)->check(CLI::Range(int64_t{1}, int64_t{4096}));
+  app.add_option("--kv-heads", o.kv_heads, "llama; 0: as many as heads");
+  app.add_option("--width", o.width)->check(CLI::Range(int64_t{1}, int64_t{1} << 20));
+  app.add_option("--context", o.context, "tokens of a sample")
+      ->check(CLI::Range(int64_t{1}, int64_t{1} << 30));
+  app.add_option("--vocab", o.vocab)->check(CLI::Range(int64_t{2}, int64_t{1} << 30));
+  app.add_option("--micro-batch", o.micro_batch, "samples a rank")
+      ->check(CLI::Range(int64_t{1}, int64_t{1} << 30));
+  app.add_option("--dtype", o.dtype, "param_dtype")->check(CLI::IsMember({"f32", "bf16", "f16"}));
+  app.add_option("--strategy", o.strategy, "fsdp.strategy");
+  app.add_option("--prefetch", o.prefetch)->check(CLI::Range(0, 64));
+  app.add_option("--recompute", o.recompute)->check(CLI::IsMember({"none", "full", "selective"}));
+  app.add_option("--steps", o.steps)->check(CLI::Range(1, 1000000));
+  app.add_option("--threads", o.threads, "CPU threads a rank; 0: a fair share")
+      ->check(CLI::Range(0, 4096));
+  app.add_option("--ranks", o.num_thread_ranks, "thread ranks of one process")
+      ->check(CLI::Range(1, 64));
+  app.add_option("--device", o.device, "auto, cpu or cuda");
+  app.add_flag("--json", o.as_json, "one object");
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    return app.exit(error) == 0 ? 0 : 2;
+  }
+  if (o.num_thread_ranks > 0) {
+    dist::LocalOptions local;
+    local.context.poison = local.context.order_check = false;
+    local.context.device = device_from_name(o.device);
+    const Rates rates = measure_rates(local.context.device, 0);
+    print_rates(rates, o);
+    if (o.threads > 0) local.context.num_threads = o.threads;
+    dist::run_ranks(o.num_thread_ranks, local, [&](dist::World& world) {
+      const Result result = measure(world, o, rates.roofline, rates.bytes_per_s);
+      if (world.rank() == 0) report(o, world.world_size(), result);
+    });
+    return 0;
+  }
+  return dist::run_main(argc, argv, [&](dist::World& world) {
+    Rates rates;
+    std::shared_ptr<Context> context;
+    world.control().verdict([&] {
+      ContextOptions options;
+      options.device = world.device(o.device);
+      options.num_threads = world.num_threads(o.threads);
+      // The floor is that of all the machine: one rank measures, with all threads.
+      if (world.rank() == 0) rates = measure_rates(options.device, num_allowed_processors());
+      context = std::make_shared<Context>(options);
+    });
+    const Context::Scope scope(context);
+    if (world.rank() == 0) print_rates(rates, o);
+    const Result result = measure(world, o, rates.roofline, rates.bytes_per_s);
+    if (world.rank() == 0) report(o, world.world_size(), result);
+    return 0;
+  });
+}
+
+}  // namespace
+}  // namespace tessera::apps
+
+int main(int argc, char** argv) {
+  tessera::check_processor();
+  try {
+    return tessera::apps::run(argc, argv);
+  } catch (const tessera::Error& error) {
+    tessera::log_error("error: {}", error.what());
+    return error.exit_status();
+  }
+}
