@@ -6,12 +6,12 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <nlohmann/json.hpp>
 #include <optional>
 #include <set>
 #include <utility>
 
 #include "core/check.h"
+#include "dist/checkpoint/strict_json.h"
 
 namespace tessera::dist {
 namespace {
@@ -28,13 +28,6 @@ struct DTypeName {
 };
 constexpr DTypeName kDTypeNames[] = {{"F32", kF32}, {"BF16", kBF16}, {"F16", kF16}, {"F64", kF64},
                                      {"I32", kI32}, {"I64", kI64},   {"U8", kU8}};
-
-std::string_view safetensors_name(DType dtype) {
-  for (const DTypeName& entry : kDTypeNames) {
-    if (entry.dtype == dtype) return entry.name;
-  }
-  TESSERA_UNIMPLEMENTED("safetensors: no name for dtype {}", dtype);
-}
 
 template <class... Args>
 [[noreturn]] void fail_input(const std::string& path, fmt::format_string<Args...> format,
@@ -54,39 +47,21 @@ std::string_view looks_like(std::string_view text) {
 }
 
 json parse_header(const std::string& path, std::string_view text) {
-  std::vector<std::set<std::string>> keys;  // of the objects that are open
-  const auto check = [&](int depth, json::parse_event_t event, json& value) {
-    if (depth > kMaxHeaderDepth)
-      fail_input(path, "header nested too deep, expected {}", kMaxHeaderDepth);
-    if (event == json::parse_event_t::object_start) keys.emplace_back();
-    if (event == json::parse_event_t::object_end) keys.pop_back();
-    if (event == json::parse_event_t::key && !keys.back().insert(value.get<std::string>()).second) {
-      fail_input(path, "header has {} twice, expected each name once", value.dump());
-    }
-    return true;
-  };
-  json header;
-  try {
-    header = json::parse(text.begin(), text.end(), check);
-  } catch (const json::exception&) {
-    fail_input(path, "header of {} bytes is not JSON, expected a safetensors file", text.size());
-  }
+  json header = parse_strict_json(path + ": header", text, kMaxHeaderDepth, "a safetensors file");
   if (!header.is_object()) fail_input(path, "header is no JSON object, expected one");
   return header;
 }
 
 std::optional<int64_t> as_size(const json& value) {
-  if (!value.is_number_unsigned()) return std::nullopt;
-  const uint64_t number = value.get<uint64_t>();
-  if (number > uint64_t{INT64_MAX}) return std::nullopt;
-  return static_cast<int64_t>(number);
+  const int64_t number = json_size(value);
+  return number < 0 ? std::nullopt : std::optional(number);
 }
 
 DType parse_dtype(const std::string& path, const std::string& name, const json& info) {
   const auto found = info.find("dtype");
   if (found != info.end() && found->is_string()) {
-    for (const DTypeName& entry : kDTypeNames) {
-      if (*found == entry.name) return entry.dtype;
+    if (const auto dtype = dtype_from_safetensors(found->get_ref<const std::string&>())) {
+      return *dtype;
     }
   }
   fail_input(path, "tensor {}: dtype {}, expected F32, BF16, F16, F64, I32, I64 or U8", name,
@@ -130,6 +105,20 @@ std::pair<int64_t, int64_t> parse_offsets(const std::string& path, const std::st
 }
 
 }  // namespace
+
+std::string_view safetensors_name(DType dtype) {
+  for (const DTypeName& entry : kDTypeNames) {
+    if (entry.dtype == dtype) return entry.name;
+  }
+  TESSERA_UNIMPLEMENTED("safetensors: no name for dtype {}", dtype);
+}
+
+std::optional<DType> dtype_from_safetensors(std::string_view name) {
+  for (const DTypeName& entry : kDTypeNames) {
+    if (entry.name == name) return entry.dtype;
+  }
+  return std::nullopt;
+}
 
 SafetensorsFile::SafetensorsFile(const std::string& path)
     : file_(std::make_unique<MappedFile>(path)) {
@@ -203,26 +192,38 @@ const void* SafetensorsFile::data(const SafetensorsEntry& entry) const {
   return file_->data() + offsets_[static_cast<size_t>(&entry - entries_.data())];
 }
 
-SafetensorsWriter::SafetensorsWriter(const std::string& path, std::vector<SafetensorsEntry> entries,
-                                     const std::map<std::string, std::string>& metadata)
-    : path_(path), entries_(std::move(entries)) {
+std::string safetensors_header(std::span<const SafetensorsEntry> entries,
+                               const std::map<std::string, std::string>& metadata) {
   nlohmann::ordered_json header = nlohmann::ordered_json::object();
   if (!metadata.empty()) header[std::string(kMetadata)] = metadata;
+  std::set<std::string_view> names;
   int64_t offset = 0;
-  for (const SafetensorsEntry& entry : entries_) {
-    TESSERA_CHECK(!header.contains(entry.name), "safetensors: tensor {} twice", entry.name);
-    header[entry.name] = {{"dtype", safetensors_name(entry.dtype)},
-                          {"shape", std::vector<int64_t>(entry.shape.begin(), entry.shape.end())},
-                          {"data_offsets", {offset, offset + entry.nbytes()}}};
-    offsets_.push_back(offset);
+  for (const SafetensorsEntry& entry : entries) {
+    TESSERA_CHECK(names.insert(entry.name).second, "safetensors: tensor {} twice", entry.name);
+    // Appended without a search for the name: an ordered object looks at all keys before it.
+    nlohmann::ordered_json info = {
+        {"dtype", safetensors_name(entry.dtype)},
+        {"shape", std::vector<int64_t>(entry.shape.begin(), entry.shape.end())},
+        {"data_offsets", {offset, offset + entry.nbytes()}}};
+    header.get_ref<nlohmann::ordered_json::object_t&>().emplace_back(entry.name, std::move(info));
     offset += entry.nbytes();
   }
   std::string text = header.dump();
   text.resize((text.size() + 7) / 8 * 8, ' ');  // so that the data is aligned
   std::string length;
   for (size_t i = 0; i < 8; ++i) length += static_cast<char>((text.size() >> (8 * i)) & 0xff);
-  text = length + text;
-  for (int64_t& begin : offsets_) begin += static_cast<int64_t>(text.size());
+  return length + text;
+}
+
+SafetensorsWriter::SafetensorsWriter(const std::string& path, std::vector<SafetensorsEntry> entries,
+                                     const std::map<std::string, std::string>& metadata)
+    : path_(path), entries_(std::move(entries)) {
+  const std::string text = safetensors_header(entries_, metadata);
+  auto offset = static_cast<int64_t>(text.size());
+  for (const SafetensorsEntry& entry : entries_) {
+    offsets_.push_back(offset);
+    offset += entry.nbytes();
+  }
   fd_ = ::open((path_ + ".tmp").c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
   if (fd_ < 0) fail(std::strerror(errno));
   try {

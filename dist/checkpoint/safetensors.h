@@ -3,6 +3,8 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -24,6 +26,10 @@ struct SafetensorsEntry {
   int64_t nbytes() const { return shape.numel() * static_cast<int64_t>(size_of(dtype)); }
 };
 
+/// "F32", "BF16", ... and back (empty: the format has no such name, or we no such dtype).
+std::string_view safetensors_name(DType dtype);
+std::optional<DType> dtype_from_safetensors(std::string_view name);
+
 /// A file open for reading, memory-mapped. It trusts nothing: the constructor checks the header's
 /// size, JSON (UTF-8, depth, keys given twice), dtypes, shapes, offsets against sizes, overlaps and
 /// gaps, and the file's size. InputError that names file, tensor, and what was found and expected.
@@ -37,6 +43,8 @@ class SafetensorsFile {
   const SafetensorsEntry& find(std::string_view name) const;
   /// The bytes of `entry`, which is one of `entries()`; not aligned.
   const void* data(const SafetensorsEntry& entry) const;
+  /// All bytes.
+  std::string_view text() const { return file_->text(); }
 
  private:
   std::unique_ptr<MappedFile> file_;
@@ -44,6 +52,11 @@ class SafetensorsFile {
   std::vector<int64_t> offsets_;  // of the bytes of each entry in the file
   std::map<std::string, std::string> metadata_;
 };
+
+/// What a file begins with: the length and the JSON of its tensors in their order, padded so that
+/// the data after it is aligned. Error if a name comes twice.
+std::string safetensors_header(std::span<const SafetensorsEntry> entries,
+                               const std::map<std::string, std::string>& metadata = {});
 
 /// Writes a file tensor by tensor, so that no more than one needs to be in memory. It is made under
 /// `path`.tmp and gets its name by `finish`; without that nothing is left. IoError with the

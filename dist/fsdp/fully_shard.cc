@@ -39,6 +39,9 @@ void Fsdp::for_each_full(State state,
 void Fsdp::load_full(const std::function<Tensor(const std::string&)>& values) {
   scheduler_->load_full(values);
 }
+void Fsdp::shards_changed() {
+  scheduler_->shards_changed();
+}
 int64_t Fsdp::num_parameters() const {
   int64_t count = 0;
   for (const auto& unit : scheduler_->units()) count += unit->num_parameters();

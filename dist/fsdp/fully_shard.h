@@ -80,6 +80,10 @@ class Fsdp {
   /// `values` returns for each full name; local. Error if a shape differs.
   void load_full(const std::function<Tensor(const std::string& name)>& values);
 
+  /// Call after the masters in `shards()` (of frozen parameters: what gathers send) were written
+  /// from outside, on the compute stream: low-precision shards follow, and the next gathers see it.
+  void shards_changed();
+
   int64_t num_parameters() const;  ///< elements of all units, tied ones once, trainable or not
   int num_units() const;
   /// The unit whose parameters a call of `module` needs, for `print_tree`; empty if none.

@@ -431,7 +431,16 @@ void Scheduler::load_full(const std::function<Tensor(const std::string&)>& value
         target.narrow(0, from - begin, to - from)
             .copy_(value.contiguous().view({p.numel}).narrow(0, from - p.begin, to - from));
       }
-      if (target.impl() != g.shard.impl()) g.shard.copy_(target);
+    }
+  }
+  shards_changed();
+}
+
+void Scheduler::shards_changed() {
+  NoGrad no_grad;
+  for (const auto& unit : units_) {
+    for (Group& g : unit->groups()) {
+      if (g.master.is_defined() && g.master.impl() != g.shard.impl()) g.shard.copy_(g.master);
     }
     unit->invalidate();
   }

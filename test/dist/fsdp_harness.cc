@@ -69,11 +69,14 @@ FsdpResult run_fsdp(dist::World& world, const FsdpRun& run) {
   dist::LossScaler scaler(
       run.loss_scale.value_or(dist::LossScaleOptions{.scaling = dist::LossScaling::kNone}));
   if (run.on_ready) run.on_ready(*fsdp, world);
+  const dist::TrainingState state{model.get(), fsdp.get(), &adamw,
+                                  run.loss_scale ? &scaler : nullptr};
+  if (run.on_state) run.on_state(state, world);
 
   const int num_ranks = world.world_size();
   const int per_micro_batch = run.samples_per_step / num_ranks / run.num_micro_batches;
   REQUIRE(per_micro_batch * num_ranks * run.num_micro_batches == run.samples_per_step);
-  for (int step = 0; step < run.num_steps; ++step) {
+  for (int step = run.first_step; step < run.num_steps; ++step) {
     int64_t num_valid = 0;
     for (int i = 0; i < run.samples_per_step; ++i) {
       for (const int32_t t : make_sample(step, i, run.model.vocab_size, run.ragged).targets) {
@@ -124,6 +127,7 @@ FsdpResult run_fsdp(dist::World& world, const FsdpRun& run) {
     if (step == 1) result.program = fsdp->program();
     if (run.on_step) run.on_step(step, *fsdp, world);
     fsdp->end_step();
+    if (run.after_step) run.after_step(step, state, world);
     result.losses.push_back(loss_sum.item() / static_cast<double>(num_valid));
     result.grad_norms.push_back(clip.norm.item());
   }

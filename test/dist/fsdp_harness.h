@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "dist/checkpoint/state.h"
 #include "dist/comm/local.h"
 #include "dist/comm/world.h"
 #include "dist/fsdp/fully_shard.h"
@@ -40,6 +41,10 @@ struct FsdpRun {
   std::function<void(dist::Fsdp&, dist::World&)> on_ready;  ///< before step 0
   /// After the optimizer, before `end_step`: gradients and program of the step are still there.
   std::function<void(int step, dist::Fsdp&, dist::World&)> on_step;
+  /// Before the first step, and after `end_step`: what a checkpoint holds.
+  std::function<void(const dist::TrainingState&, dist::World&)> on_state;
+  std::function<void(int step, const dist::TrainingState&, dist::World&)> after_step;
+  int first_step = 0;        ///< of `num_steps`; the ones before it were done elsewhere
   dist::LocalOptions local;  ///< of thread ranks
 
   static nn::LlamaConfig tiny_llama();

@@ -1,0 +1,208 @@
+#include "dist/checkpoint/reader.h"
+
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <charconv>
+#include <cstring>
+#include <filesystem>
+
+#include "core/check.h"
+#include "core/files.h"
+#include "dist/checkpoint/durable_file.h"
+
+namespace tessera::dist {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr std::string_view kStepPrefix = "step-";
+
+/// The step of a directory's name, or -1.
+int64_t step_of(const std::string& name) {
+  if (!std::string_view(name).starts_with(kStepPrefix)) return -1;
+  int64_t step = -1;
+  const char* end = name.data() + name.size();
+  const auto [stop, error] = std::from_chars(name.data() + kStepPrefix.size(), end, step);
+  return error == std::errc() && stop == end && step >= 0 ? step : -1;
+}
+
+std::vector<CheckpointPlace> list_steps(const std::string& dir, bool is_complete) {
+  std::vector<CheckpointPlace> places;
+  std::error_code error;
+  for (fs::directory_iterator it(dir, error), end; !error && it != end; it.increment(error)) {
+    const int64_t step = step_of(it->path().filename().string());
+    std::error_code ignored;
+    if (step < 0 || !it->is_directory(ignored)) continue;
+    if (fs::exists(it->path() / kManifestName, ignored) == is_complete) {
+      places.push_back({step, it->path().string()});
+    }
+  }
+  std::sort(places.begin(), places.end(),
+            [](const CheckpointPlace& a, const CheckpointPlace& b) { return a.step > b.step; });
+  return places;
+}
+
+}  // namespace
+
+/// A mapped file with its entries by name.
+struct CheckpointReader::OpenFile {
+  explicit OpenFile(const std::string& path) : file(path) {
+    for (const SafetensorsEntry& entry : file.entries()) entries.emplace(entry.name, &entry);
+  }
+  SafetensorsFile file;
+  std::unordered_map<std::string_view, const SafetensorsEntry*> entries;
+};
+
+CheckpointReader::CheckpointReader(std::string dir) : dir_(std::move(dir)) {
+  const std::string path = dir_ + "/" + kManifestName;
+  try {
+    manifest_ = parse_manifest(path, MappedFile(path).text());
+  } catch (const InputError& error) {
+    throw CheckpointError(error.what());
+  }
+  const int64_t step = step_of(fs::path(dir_).filename().string());
+  if (step >= 0 && step != manifest_.progress.step) {
+    throw CheckpointError(fmt::format("{}: manifest of step {} (run {}), expected step {}", path,
+                                      manifest_.progress.step, manifest_.run, step));
+  }
+}
+
+CheckpointReader::~CheckpointReader() = default;
+
+void CheckpointReader::fail(int64_t file, const std::string& what) const {
+  throw CheckpointError(
+      fmt::format("{}/{}: {}", dir_, manifest_.files[static_cast<size_t>(file)].name, what));
+}
+
+const CheckpointReader::OpenFile& CheckpointReader::open(int64_t file) const {
+  std::unique_ptr<OpenFile>& open = open_[file];
+  if (open != nullptr) return *open;
+  const FileRecord& record = manifest_.files[static_cast<size_t>(file)];
+  try {
+    open = std::make_unique<OpenFile>(dir_ + "/" + record.name);
+  } catch (const InputError& error) {
+    throw CheckpointError(error.what());
+  }
+  const auto& metadata = open->file.metadata();
+  const auto value = [&](const char* key) {
+    const auto found = metadata.find(key);
+    return found == metadata.end() ? "none" : found->second;
+  };
+  const std::string step = std::to_string(manifest_.progress.step);
+  if (value("run") != manifest_.run || value("step") != step) {
+    fail(file, fmt::format("of run {}, step {}, expected run {}, step {} as in the manifest",
+                           value("run"), value("step"), manifest_.run, step));
+  }
+  return *open;
+}
+
+void CheckpointReader::check_sizes() const {
+  for (size_t i = 0; i < manifest_.files.size(); ++i) {
+    const FileRecord& record = manifest_.files[i];
+    struct stat status {};
+    if (::stat((dir_ + "/" + record.name).c_str(), &status) != 0) {
+      fail(static_cast<int64_t>(i),
+           fmt::format("{}, expected a file of {} bytes", std::strerror(errno), record.nbytes));
+    }
+    if (status.st_size != record.nbytes) {
+      fail(static_cast<int64_t>(i),
+           fmt::format("{} bytes, expected {} as in the manifest", status.st_size, record.nbytes));
+    }
+  }
+}
+
+const void* CheckpointReader::slice_data(const TensorRecord& tensor,
+                                         const SliceRecord& slice) const {
+  const OpenFile& file = open(slice.file);
+  const std::string name = slice_name(tensor.name, slice.begin, slice.end);
+  const auto found = file.entries.find(name);
+  if (found == file.entries.end()) fail(slice.file, fmt::format("no tensor {}, expected it", name));
+  const SafetensorsEntry& entry = *found->second;
+  const Shape expected{slice.end - slice.begin};
+  if (entry.dtype != tensor.dtype || entry.shape != expected) {
+    fail(slice.file, fmt::format("tensor {} is {} {}, expected {} {}", name, entry.dtype,
+                                 entry.shape, tensor.dtype, expected));
+  }
+  return file.file.data(entry);
+}
+
+void CheckpointReader::check_file(int64_t file) const {
+  const FileRecord& record = manifest_.files[static_cast<size_t>(file)];
+  const std::string_view bytes = open(file).file.text();
+  if (hash_of(bytes.data(), static_cast<int64_t>(bytes.size())) == record.hash) return;
+  for (const TensorRecord& tensor : manifest_.tensors) {
+    for (const SliceRecord& slice : tensor.slices) {
+      if (slice.file != file) continue;
+      const int64_t nbytes =
+          (slice.end - slice.begin) * static_cast<int64_t>(size_of(tensor.dtype));
+      if (hash_of(slice_data(tensor, slice), nbytes) != slice.hash) {
+        fail(file, fmt::format("tensor {}: its bytes do not have the manifest's xxh64, expected "
+                               "them as they were written",
+                               slice_name(tensor.name, slice.begin, slice.end)));
+      }
+    }
+  }
+  fail(file, "its header does not have the manifest's xxh64, expected it as it was written");
+}
+
+void CheckpointReader::check_files(int64_t first, int64_t stride) const {
+  for (int64_t i = first; i < static_cast<int64_t>(manifest_.files.size()); i += stride) {
+    check_file(i);
+  }
+}
+
+void CheckpointReader::read(std::string_view name, int64_t begin, int64_t end, void* dst) const {
+  const TensorRecord* tensor = manifest_.find(name);
+  if (tensor == nullptr) {
+    throw CheckpointError(fmt::format("{}: no tensor {}, expected it", dir_, name));
+  }
+  TESSERA_CHECK(0 <= begin && begin <= end && end <= tensor->shape.numel(),
+                "CheckpointReader: elements [{}, {}) of {} with {}", begin, end, name,
+                tensor->shape.numel());
+  const auto nbytes_each = static_cast<int64_t>(size_of(tensor->dtype));
+  auto slice =
+      std::upper_bound(tensor->slices.begin(), tensor->slices.end(), begin,
+                       [](int64_t element, const SliceRecord& s) { return element < s.end; });
+  char* next = static_cast<char*>(dst);
+  for (; begin < end; ++slice) {
+    const int64_t to = std::min(end, slice->end), nbytes = (to - begin) * nbytes_each;
+    const char* data = static_cast<const char*>(slice_data(*tensor, *slice));
+    std::memcpy(next, data + (begin - slice->begin) * nbytes_each, static_cast<size_t>(nbytes));
+    num_bytes_read_ += nbytes;
+    next += nbytes;
+    begin = to;
+  }
+}
+
+std::vector<CheckpointPlace> list_checkpoints(const std::string& dir) {
+  return list_steps(dir, true);
+}
+std::vector<CheckpointPlace> list_incomplete(const std::string& dir) {
+  return list_steps(dir, false);
+}
+
+std::string resolve_checkpoint(const std::string& path) {
+  std::error_code ignored;
+  if (fs::exists(fs::path(path) / kManifestName, ignored)) {
+    return fs::path(path).has_filename() ? path : fs::path(path).parent_path().string();
+  }
+  fs::path dir(path);
+  if (dir.filename() == "latest" && !fs::exists(dir, ignored)) dir = dir.parent_path();
+  const auto places = list_checkpoints(dir.empty() ? "." : dir.string());
+  if (places.empty()) {
+    throw CheckpointError(fmt::format(
+        "{}: no complete checkpoint, expected step directories with a {}", path, kManifestName));
+  }
+  return places.front().dir;
+}
+
+void remove_checkpoint(const std::string& dir) {
+  std::error_code error;
+  if (fs::remove(fs::path(dir) / kManifestName, error)) sync_directory(dir);
+  if (!error) fs::remove_all(dir, error);
+  if (error) throw IoError(fmt::format("{}: cannot be removed: {}", dir, error.message()));
+}
+
+}  // namespace tessera::dist

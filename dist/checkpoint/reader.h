@@ -1,0 +1,72 @@
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+#include "dist/checkpoint/manifest.h"
+#include "dist/checkpoint/safetensors.h"
+
+namespace tessera::dist {
+
+/// A checkpoint open for reading. Files are mapped when they are first needed, so a rank touches
+/// only what it reads. CheckpointError names directory, file and tensor of what is missing, cut
+/// short, changed, or of another run or step.
+class CheckpointReader {
+ public:
+  /// Reads and checks `dir`/manifest.json.
+  explicit CheckpointReader(std::string dir);
+  ~CheckpointReader();
+  CheckpointReader(const CheckpointReader&) = delete;
+  CheckpointReader& operator=(const CheckpointReader&) = delete;
+
+  const std::string& dir() const { return dir_; }
+  const Manifest& manifest() const { return manifest_; }
+
+  /// Compares size, header and all bytes of the files `first`, `first + stride`, ... with the
+  /// manifest; a changed tensor is named.
+  void check_files(int64_t first = 0, int64_t stride = 1) const;
+  /// Every file's size, without opening it.
+  void check_sizes() const;
+
+  /// Copies elements [begin, end) of the flattened tensor to `dst`. CheckpointError if there is no
+  /// such tensor.
+  void read(std::string_view tensor, int64_t begin, int64_t end, void* dst) const;
+  /// Bytes of slices that `read` has copied from.
+  int64_t num_bytes_read() const { return num_bytes_read_; }
+
+ private:
+  struct OpenFile;
+  const OpenFile& open(int64_t file) const;
+  const void* slice_data(const TensorRecord& tensor, const SliceRecord& slice) const;
+  void check_file(int64_t file) const;
+  [[noreturn]] void fail(int64_t file, const std::string& what) const;
+
+  std::string dir_;
+  Manifest manifest_;
+  mutable std::map<int64_t, std::unique_ptr<OpenFile>> open_;
+  mutable int64_t num_bytes_read_ = 0;
+};
+
+/// The complete checkpoints in `dir`: step directories with a manifest, the newest first. Empty
+/// without such a directory.
+struct CheckpointPlace {
+  int64_t step = 0;
+  std::string dir;
+};
+std::vector<CheckpointPlace> list_checkpoints(const std::string& dir);
+/// Step directories without a manifest: what a save that did not end left.
+std::vector<CheckpointPlace> list_incomplete(const std::string& dir);
+
+/// What a path on the command line means: a checkpoint's directory itself, the newest complete one
+/// of a directory with several, or of that before "/latest". CheckpointError if there is none.
+std::string resolve_checkpoint(const std::string& path);
+
+/// Removes a checkpoint so that it stops to be one first. IoError.
+void remove_checkpoint(const std::string& dir);
+
+}  // namespace tessera::dist

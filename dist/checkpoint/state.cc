@@ -1,0 +1,220 @@
+#include "dist/checkpoint/state.h"
+
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <cstring>
+#include <set>
+
+#include "core/autograd.h"
+#include "dist/fsdp/offload.h"
+#include "dist/fsdp/schedule.h"
+
+namespace tessera::dist {
+namespace {
+
+constexpr int64_t kLoadBufferNbytes = int64_t{64} << 20;
+constexpr const char* kParameters = "parameters/";
+
+/// The parts of a group's placements in elements [first, first + numel) of this rank's shard.
+void add_group(std::vector<Slice>& slices, const Group& g, const std::string& prefix,
+               const Tensor& values, int64_t shard_begin, int64_t first, int64_t numel) {
+  for (const Placement& p : g.layout.placements) {
+    const int64_t begin = std::max(shard_begin + first, p.begin);
+    const int64_t end = std::min(shard_begin + first + numel, p.begin + p.numel);
+    if (begin >= end) continue;
+    slices.push_back({prefix + p.name, p.shape, begin - p.begin,
+                      values.narrow(0, begin - shard_begin, end - begin)});
+  }
+}
+
+std::vector<Slice> slices_of(const TrainingState& state, bool owned) {
+  std::vector<Slice> slices;
+  const Lanes& lanes = state.fsdp->scheduler().lanes();
+  std::vector<optim::NamedState> optimizer_states;
+  if (state.optimizer != nullptr) optimizer_states = state.optimizer->state();
+  size_t index = 0;  // of the optimizer's shards: the trainable groups in order
+  for (const auto& unit : state.fsdp->scheduler().units()) {
+    for (Group& g : unit->groups()) {
+      const int64_t shard_begin = lanes.shard_rank * g.shard_numel;
+      const int64_t first = owned ? unit->own_begin(g) : 0;
+      const int64_t numel = owned ? unit->own_numel(g) : g.shard_numel;
+      const auto add = [&](const std::string& prefix, const Tensor& values) {
+        add_group(slices, g, prefix, values, shard_begin, first, numel);
+      };
+      add(kParameters, g.master.is_defined() ? g.master : g.shard);
+      if (!g.layout.is_trainable) continue;
+      for (const optim::NamedState& s : optimizer_states) add(s.name + "/", s.tensors[index]);
+      ++index;
+    }
+  }
+  const bool is_first = lanes.shard_rank == 0 && lanes.replicate_rank == 0;
+  if (owned && !is_first) return slices;
+  // The same on all ranks.
+  const auto add_whole = [&](const std::string& name, const Tensor& tensor, bool is_optional) {
+    slices.push_back(
+        {name, tensor.shape(), 0, tensor.detach().view({tensor.numel()}), is_optional});
+  };
+  for (const std::string& name : state.fsdp->options().ignored) {
+    add_whole(kParameters + name, state.model->parameter(name).tensor, false);
+  }
+  if (state.optimizer != nullptr) {
+    add_whole("optimizer/step_count", state.optimizer->step_count(), false);
+  }
+  if (state.scaler != nullptr && state.scaler->options().scaling == LossScaling::kDynamic) {
+    const LossScaler::State scaler = state.scaler->state();
+    add_whole("loss_scale/scale", scaler.scale, true);
+    add_whole("loss_scale/num_good", scaler.num_good, true);
+    add_whole("loss_scale/num_skipped", scaler.num_skipped, true);
+  }
+  return slices;
+}
+
+bool is_optional_name(std::string_view name) {
+  return name.starts_with("loss_scale/");
+}
+
+/// Every tensor of the state, as far as this rank can know: the whole model's, since names and
+/// shapes of a unit are the same on all ranks.
+std::vector<std::pair<std::string, Shape>> expected_tensors(const TrainingState& state) {
+  std::vector<std::pair<std::string, Shape>> tensors;
+  std::vector<std::string> prefixes;
+  if (state.optimizer != nullptr) {
+    for (const optim::NamedState& s : state.optimizer->state()) prefixes.push_back(s.name + "/");
+    tensors.emplace_back("optimizer/step_count", Shape{});
+  }
+  for (const auto& unit : state.fsdp->scheduler().units()) {
+    for (const Group& g : unit->groups()) {
+      for (const Placement& p : g.layout.placements) {
+        if (p.numel == 0) continue;
+        tensors.emplace_back(kParameters + p.name, p.shape);
+        if (!g.layout.is_trainable) continue;
+        for (const std::string& prefix : prefixes) tensors.emplace_back(prefix + p.name, p.shape);
+      }
+    }
+  }
+  for (const std::string& name : state.fsdp->options().ignored) {
+    tensors.emplace_back(kParameters + name, state.model->parameter(name).tensor.shape());
+  }
+  return tensors;
+}
+
+}  // namespace
+
+std::vector<Slice> held_slices(const TrainingState& state) {
+  return slices_of(state, false);
+}
+std::vector<Slice> owned_slices(const TrainingState& state) {
+  return slices_of(state, true);
+}
+
+Snapshot::Snapshot(std::vector<Slice> slices) : slices_(std::move(slices)) {
+  // Wide ones first, so that every element is aligned.
+  std::stable_sort(slices_.begin(), slices_.end(), [](const Slice& a, const Slice& b) {
+    return size_of(a.values.dtype()) > size_of(b.values.dtype());
+  });
+  int64_t nbytes = 0;
+  for (const Slice& s : slices_) {
+    entries_.push_back(
+        {slice_name(s.tensor, s.begin, s.end()), s.values.dtype(), Shape{s.values.numel()}});
+    offsets_.push_back(nbytes);
+    nbytes += s.values.nbytes();
+  }
+  offsets_.push_back(nbytes);
+  const MemoryScope scope(MemoryClass::kOther);
+  host_ = empty_on_host(std::max<int64_t>(nbytes, 1), kU8);
+  for (size_t i = 0; i < slices_.size(); ++i) {
+    const DType dtype = slices_[i].values.dtype();
+    copies_.push_back(view_of_storage(host_.storage(),
+                                      offsets_[i] / static_cast<int64_t>(size_of(dtype)),
+                                      {slices_[i].values.numel()}, dtype));
+  }
+}
+
+void Snapshot::capture() {
+  const NoGrad no_grad;
+  for (size_t i = 0; i < slices_.size(); ++i) copies_[i].copy_(slices_[i].values);
+  done_ = current_stream().record();
+}
+
+void Snapshot::wait() const {
+  // Not as the host thread that submits: for the order of tasks this is no wait.
+  if (done_.impl() != nullptr) done_.impl()->synchronize();
+}
+
+void Snapshot::restore() const {
+  const NoGrad no_grad;
+  for (size_t i = 0; i < slices_.size(); ++i) {
+    Tensor values = slices_[i].values;
+    values.copy_(copies_[i]);
+  }
+}
+
+const void* Snapshot::data() const {
+  return host_.raw_data();
+}
+
+void check_tensors(const CheckpointReader& reader, const TrainingState& state) {
+  std::vector<std::string> problems;
+  std::set<std::string> expected;
+  for (const auto& [name, shape] : expected_tensors(state)) {
+    expected.insert(name);
+    const TensorRecord* found = reader.manifest().find(name);
+    if (found == nullptr) {
+      problems.push_back("missing " + name);
+    } else if (found->shape != shape) {
+      problems.push_back(fmt::format("{} is {}, expected {}", name, found->shape, shape));
+    }
+  }
+  for (const TensorRecord& tensor : reader.manifest().tensors) {
+    // Without an optimizer only parameters count.
+    const bool counts = state.optimizer != nullptr || tensor.name.starts_with(kParameters);
+    if (counts && !is_optional_name(tensor.name) && !expected.contains(tensor.name)) {
+      problems.push_back("unexpected " + tensor.name);
+    }
+  }
+  if (problems.empty()) return;
+  throw CheckpointError(fmt::format("{}: tensors do not fit this model and optimizer: {}",
+                                    reader.dir(), fmt::join(problems, "; ")));
+}
+
+void load_state(const CheckpointReader& reader, const TrainingState& state) {
+  const NoGrad no_grad;
+  const MemoryScope scope(MemoryClass::kOther);
+  const std::vector<Slice> slices = held_slices(state);
+  int64_t largest = 1;
+  const auto dtype_in_file = [&](const Slice& s) {
+    const TensorRecord* record = reader.manifest().find(s.tensor);
+    return record == nullptr ? s.values.dtype() : record->dtype;
+  };
+  for (const Slice& s : slices) {
+    largest = std::max(largest, s.values.numel() * static_cast<int64_t>(size_of(dtype_in_file(s))));
+  }
+  const int64_t buffer_nbytes = std::min(largest, kLoadBufferNbytes);
+  const Tensor buffer = empty_on_host(buffer_nbytes, kU8);
+  current_stream().synchronize();  // the host writes into it
+  int64_t used = 0;
+  for (const Slice& s : slices) {
+    if (s.is_optional && reader.manifest().find(s.tensor) == nullptr) continue;
+    const DType dtype = dtype_in_file(s);
+    const auto nbytes_each = static_cast<int64_t>(size_of(dtype));
+    for (int64_t first = 0; first < s.values.numel();) {
+      used = (used + nbytes_each - 1) / nbytes_each * nbytes_each;
+      if (used + nbytes_each > buffer_nbytes) {
+        current_stream().synchronize();
+        used = 0;
+      }
+      const int64_t count =
+          std::min(s.values.numel() - first, (buffer_nbytes - used) / nbytes_each);
+      const Tensor part = view_of_storage(buffer.storage(), used / nbytes_each, {count}, dtype);
+      reader.read(s.tensor, s.begin + first, s.begin + first + count, part.raw_data());
+      s.values.narrow(0, first, count).copy_(part);
+      used += count * nbytes_each;
+      first += count;
+    }
+  }
+  current_stream().synchronize();
+  state.fsdp->shards_changed();
+}
+
+}  // namespace tessera::dist

@@ -1,0 +1,312 @@
+#include "dist/checkpoint/writer.h"
+
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <condition_variable>
+#include <deque>
+#include <filesystem>
+#include <functional>
+#include <mutex>
+#include <set>
+#include <thread>
+
+#include "core/check.h"
+#include "core/log.h"
+#include "core/profiler.h"
+#include "dist/checkpoint/durable_file.h"
+#include "dist/checkpoint/reader.h"
+
+namespace tessera::dist {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr int64_t kBlockNbytes = int64_t{8} << 20;
+constexpr std::chrono::milliseconds kPollPeriod{20};
+
+}  // namespace
+
+/// Runs jobs one after the other, below the priority of the threads that compute.
+class CheckpointWriter::Thread {
+ public:
+  Thread() : thread_([this] { run(); }) {}
+  ~Thread() {
+    {
+      const std::lock_guard lock(mutex_);
+      stop_ = true;
+    }
+    changed_.notify_all();
+    thread_.join();
+  }
+  Thread(const Thread&) = delete;
+  Thread& operator=(const Thread&) = delete;
+
+  /// A job whose end `state` shows.
+  void start(std::function<void()> job) {
+    state_ = State::kBusy;
+    push([this, job = std::move(job)] {
+      try {
+        job();
+        finish(State::kDone, "");
+      } catch (const std::exception& error) {
+        finish(State::kFailed, error.what());
+      }
+    });
+  }
+  /// A job that nobody waits for; what goes wrong is a warning.
+  void start_aside(std::function<void()> job) {
+    push([job = std::move(job)] {
+      try {
+        job();
+      } catch (const std::exception& error) {
+        log_warning("{}", error.what());
+      }
+    });
+  }
+  State state() const { return state_; }
+  void set_idle() { state_ = State::kIdle; }
+  std::string error() const {
+    const std::lock_guard lock(mutex_);
+    return error_;
+  }
+  void wait(std::chrono::milliseconds timeout) const {
+    std::unique_lock lock(mutex_);
+    changed_.wait_for(lock, timeout, [this] { return state_ != State::kBusy; });
+  }
+
+ private:
+  void push(std::function<void()> job) {
+    {
+      const std::lock_guard lock(mutex_);
+      jobs_.push_back(std::move(job));
+    }
+    changed_.notify_all();
+  }
+  void finish(State state, std::string error) {
+    {
+      const std::lock_guard lock(mutex_);
+      error_ = std::move(error);
+      state_ = state;
+    }
+    changed_.notify_all();
+  }
+  void run() {
+    constexpr int kNice = 10;
+    ::setpriority(PRIO_PROCESS, static_cast<id_t>(::syscall(SYS_gettid)), kNice);
+    for (;;) {
+      std::function<void()> job;
+      {
+        std::unique_lock lock(mutex_);
+        changed_.wait(lock, [this] { return stop_ || !jobs_.empty(); });
+        if (jobs_.empty()) return;
+        job = std::move(jobs_.front());
+        jobs_.pop_front();
+      }
+      job();
+    }
+  }
+
+  mutable std::mutex mutex_;
+  mutable std::condition_variable changed_;
+  std::deque<std::function<void()>> jobs_;
+  std::atomic<State> state_{State::kIdle};
+  std::string error_;
+  bool stop_ = false;
+  std::thread thread_;
+};
+
+CheckpointWriter::CheckpointWriter(World& world, const TrainingState& state,
+                                   CheckpointOptions options)
+    : world_(world),
+      state_(state),
+      options_(std::move(options)),
+      thread_(std::make_unique<Thread>()) {}
+
+CheckpointWriter::~CheckpointWriter() {
+  thread_.reset();  // before the snapshot goes
+}
+
+std::optional<SaveResult> CheckpointWriter::begin(const Progress& progress) {
+  std::optional<SaveResult> last = finish();
+  if (snapshot_ == nullptr) snapshot_ = std::make_unique<Snapshot>(owned_slices(state_));
+  snapshot_->capture();
+  phase_ = Phase::kFiles;
+  progress_ = progress;
+  begin_ns_ = profiler::now_ns();
+  thread_->start([this, progress] { record_ = write_file(progress); });
+  return last;
+}
+
+CheckpointWriter::State CheckpointWriter::state() const {
+  return thread_->state();
+}
+
+std::optional<SaveResult> CheckpointWriter::advance(std::span<const State> states) {
+  if (phase_ == Phase::kIdle) return std::nullopt;
+  const auto any = [&](State state) {
+    return std::find(states.begin(), states.end(), state) != states.end();
+  };
+  if (any(State::kBusy)) return std::nullopt;
+  if (any(State::kFailed)) {
+    std::string error;
+    for (const std::string& text : world_.control().all_gather(thread_->error())) {
+      if (error.empty()) error = text;  // of the lowest rank that has one
+    }
+    if (world_.rank() == 0) {  // what is there of it takes room and will never be complete
+      thread_->start_aside([dir = options_.dir + "/" + step_directory_name(progress_.step)] {
+        if (fs::exists(dir)) remove_checkpoint(dir);
+      });
+    }
+    return end(error);
+  }
+  if (phase_ == Phase::kManifest) {
+    if (world_.rank() == 0) thread_->start_aside([this, step = progress_.step] { prune(step); });
+    return end("");
+  }
+  // All files are on the disk.
+  std::vector<RankRecord> records;
+  for (const std::string& text : world_.control().all_gather(to_json(record_))) {
+    records.push_back(rank_record_from_json(text));
+  }
+  nbytes_ = 0;
+  for (const RankRecord& record : records) nbytes_ += record.file.nbytes;
+  phase_ = Phase::kManifest;
+  thread_->set_idle();
+  if (world_.rank() == 0) {
+    Manifest manifest;
+    manifest.project_version = TESSERA_VERSION;
+    manifest.run = options_.run;
+    manifest.world_size = world_.world_size();
+    manifest.progress = progress_;
+    add_records(manifest, records);
+    thread_->start([this, manifest = std::move(manifest)] { commit(manifest); });
+  }
+  return std::nullopt;
+}
+
+std::optional<SaveResult> CheckpointWriter::poll() {
+  if (phase_ == Phase::kIdle) return std::nullopt;
+  const State mine = state();
+  std::vector<State> states(static_cast<size_t>(world_.world_size()));
+  world_.control().all_gather(states.data(), &mine, sizeof(mine));
+  return advance(states);
+}
+
+std::optional<SaveResult> CheckpointWriter::finish() {
+  while (phase_ != Phase::kIdle) {
+    // In turns of a short wait and a short exchange, so that a slow disk is no collective that
+    // does not end.
+    thread_->wait(kPollPeriod);
+    if (std::optional<SaveResult> result = poll()) return result;
+  }
+  return std::nullopt;
+}
+
+SaveResult CheckpointWriter::end(std::string error) {
+  phase_ = Phase::kIdle;
+  thread_->set_idle();
+  return {progress_.step, std::move(error),
+          static_cast<double>(profiler::now_ns() - begin_ns_) * 1e-9, nbytes_};
+}
+
+RankRecord CheckpointWriter::write_file(const Progress& progress) const {
+  const std::string dir = options_.dir + "/" + step_directory_name(progress.step);
+  make_directory_durably(dir);
+  // A checkpoint that is being written anew (a run that went back) is none from here on.
+  std::error_code ignored;
+  if (world_.rank() == 0 && fs::remove(dir + "/" + kManifestName, ignored)) sync_directory(dir);
+  const std::string header =
+      safetensors_header(snapshot_->entries(), {{"format", "tessera checkpoint"},
+                                                {"run", options_.run},
+                                                {"step", std::to_string(progress.step)},
+                                                {"rank", std::to_string(world_.rank())}});
+  RankRecord record;
+  record.file.name = rank_file_name(world_.rank());
+  record.file.nbytes = static_cast<int64_t>(header.size()) + snapshot_->nbytes();
+  snapshot_->wait();
+  DurableFile file(dir + "/" + record.file.name, record.file.nbytes);
+  Hasher hasher;
+  const auto write = [&](const char* data, int64_t nbytes) {
+    for (int64_t first = 0; first < nbytes; first += kBlockNbytes) {
+      const int64_t count = std::min(kBlockNbytes, nbytes - first);
+      hasher.update(data + first, count);
+      file.write(data + first, count);
+    }
+  };
+  write(header.data(), static_cast<int64_t>(header.size()));
+  const char* data = static_cast<const char*>(snapshot_->data());
+  write(data, snapshot_->nbytes());
+  for (size_t i = 0; i < snapshot_->slices().size(); ++i) {
+    const Slice& s = snapshot_->slices()[i];
+    record.slices.push_back({s.tensor, s.values.dtype(), s.shape, s.begin, s.end(),
+                             hash_of(data + snapshot_->offset(i), s.values.nbytes())});
+  }
+  record.file.hash = hasher.digest();
+  file.commit();
+  return record;
+}
+
+void CheckpointWriter::commit(const Manifest& manifest) const {
+  const std::string dir = options_.dir + "/" + step_directory_name(manifest.progress.step);
+  // Files of an earlier save of this step by more ranks.
+  std::set<std::string> names;
+  for (const FileRecord& file : manifest.files) names.insert(file.name);
+  for (const auto& entry : fs::directory_iterator(dir)) {
+    if (!names.contains(entry.path().filename().string())) fs::remove_all(entry.path());
+  }
+  write_durably(dir + "/" + kManifestName, to_json(manifest));
+}
+
+std::vector<size_t> superfluous_checkpoints(std::span<const CheckpointRank> checkpoints,
+                                            int64_t keep, bool keep_best) {
+  size_t best = checkpoints.size();
+  for (size_t i = 0; i < checkpoints.size() && keep_best; ++i) {
+    const std::optional<double>& loss = checkpoints[i].val_loss;
+    if (!loss || std::isnan(*loss)) continue;
+    if (best == checkpoints.size() || *loss < *checkpoints[best].val_loss) best = i;
+  }
+  std::vector<size_t> superfluous;
+  for (size_t i = static_cast<size_t>(std::max<int64_t>(keep, 0)); i < checkpoints.size(); ++i) {
+    if (i != best) superfluous.push_back(i);
+  }
+  return superfluous;
+}
+
+/// After the save of `step`. Later ones are of a run that went back to before them.
+void CheckpointWriter::prune(int64_t step) const {
+  std::vector<CheckpointPlace> places = list_checkpoints(options_.dir);
+  std::erase_if(places, [&](const CheckpointPlace& place) { return place.step > step; });
+  for (const std::string& dir : options_.damaged) {
+    const auto found = std::find_if(places.begin(), places.end(), [&](const CheckpointPlace& p) {
+      return p.dir == dir && p.step != step;
+    });
+    if (found == places.end()) continue;
+    remove_checkpoint(dir);
+    places.erase(found);
+  }
+  std::vector<CheckpointRank> ranks;
+  for (const CheckpointPlace& place : places) {
+    CheckpointRank rank{place.step, std::nullopt};
+    try {
+      rank.val_loss = CheckpointReader(place.dir).manifest().progress.val_loss;
+    } catch (const CheckpointError& error) {
+      log_warning("{}", error.what());  // it counts as one without a validation loss
+    }
+    ranks.push_back(rank);
+  }
+  for (const size_t i : superfluous_checkpoints(ranks, options_.keep, options_.keep_best)) {
+    remove_checkpoint(places[i].dir);
+  }
+  // What an earlier process left half-written; a newer one may be in the making.
+  for (const CheckpointPlace& place : list_incomplete(options_.dir)) {
+    if (place.step < step) remove_checkpoint(place.dir);
+  }
+}
+
+}  // namespace tessera::dist
