@@ -413,6 +413,21 @@ TEST_CASE("emulator: ldmatrix checks its row addresses", "[simt]") {
         std::string::npos);
 }
 
+__global__ void rows_kernel(int64_t stride_bytes) {
+  uint32_t r[4];
+  ldmatrix_x4(r, dynamic_smem<char>() + stride_bytes * static_cast<int64_t>(threadIdx.x % 8));
+}
+
+TEST_CASE("emulator: ldmatrix counts the rows that share banks", "[simt]") {
+  for (const auto& [stride_bytes, num_conflicts] : std::vector<std::pair<int64_t, int64_t>>{
+           {0, 0}, {16, 0}, {80, 0}, {144, 0}, {32, 4}, {64, 12}, {128, 28}}) {
+    const simt::MatrixLoads loads;
+    launch("rows", rows_kernel, config(64, 1024, 3), stride_bytes);
+    CHECK(loads.num_reads() == 2 * 3 * 4);
+    CHECK(loads.num_conflicts() == 2 * 3 * num_conflicts);
+  }
+}
+
 /// One 16 x 8 tile from row-major a [16, 16] and b [16, 8] by the formulas of ptx.cuh.
 template <class T>
 __global__ void mma_kernel(float* d, const T* a, const T* b, const float* c) {

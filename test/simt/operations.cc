@@ -1,6 +1,7 @@
 // What threads of a block do together: barriers, warp operations, asynchronous copies, matrices.
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <bit>
 #include <cstring>
 
@@ -161,8 +162,27 @@ void wait_copies(int num_pending) {
 
 namespace {
 
+thread_local int64_t num_matrix_reads = 0, num_matrix_conflicts = 0;
+
+/// Rows of 16 bytes take one turn together unless two lie in the same 16 of 128 bytes.
+void count_conflicts(const Lanes& lanes, int matrix) {
+  int turns = 0;
+  for (int row = 0; row < 8; ++row) {
+    const auto* own = lanes.in<const unsigned char*>(8 * matrix + row);
+    int num_same = 1;
+    for (int other = 0; other < row; ++other) {
+      const auto* data = lanes.in<const unsigned char*>(8 * matrix + other);
+      if (data != own && (data - own) % 128 == 0) ++num_same;
+    }
+    turns = std::max(turns, num_same);
+  }
+  ++num_matrix_reads;
+  num_matrix_conflicts += turns - 1;
+}
+
 template <int kNum, bool kTransposed>
 void combine_matrices(const Lanes& lanes) {
+  for (int i = 0; i < kNum; ++i) count_conflicts(lanes, i);
   for (int lane = 0; lane < kWarpSize; ++lane) {
     const int g = lane / 4, t = lane % 4;
     for (int i = 0; i < kNum; ++i) {
@@ -212,6 +232,16 @@ void combine_mma(const Lanes& lanes) {
 }
 
 }  // namespace
+
+MatrixLoads::MatrixLoads() : first_read_(num_matrix_reads), first_conflict_(num_matrix_conflicts) {}
+
+int64_t MatrixLoads::num_reads() const {
+  return num_matrix_reads - first_read_;
+}
+
+int64_t MatrixLoads::num_conflicts() const {
+  return num_matrix_conflicts - first_conflict_;
+}
 
 void load_matrices(uint32_t* r, int num, const void* row, bool transposed, Where where) {
   constexpr size_t kRowBytes = 16;

@@ -72,6 +72,18 @@ class OnlyBlocks {
   std::vector<int64_t> previous_;
 };
 
+/// Counts the ldmatrix of launches of this thread in a scope: how often 8 rows were read together,
+/// and how many turns more than one that took because rows lay in the same banks.
+class MatrixLoads {
+ public:
+  MatrixLoads();
+  int64_t num_reads() const;
+  int64_t num_conflicts() const;
+
+ private:
+  int64_t first_read_, first_conflict_;
+};
+
 /// Zeroed memory of any size of which only touched pages cost something: buffers above 2^32 bytes.
 class ReservedBuffer {
  public:
