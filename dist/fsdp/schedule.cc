@@ -72,24 +72,51 @@ void Scheduler::throw_disagreement() {
 }
 
 void Scheduler::gather(Unit& unit, const char* phase) {
+  unit.is_ahead = false;
   if (unit.is_unsharded()) return;
   if (unit.residence() != Residence::kWhole) note(phase, unit);
   unit.unshard(shards_ready_, step_, phase);
 }
 
-/// Reshards what is between calls, but for `except` and units whose backward is to come in the
-/// region of recompute.
-void Scheduler::release_held(const Unit* except, int64_t region) {
+/// Reshards what is between calls, but for `except` and units whose backward is to come.
+void Scheduler::release_held(const Unit* except) {
   std::erase_if(held_, [&](Unit* unit) {
     if (unit->active_calls > 0) return true;
-    const auto is_due = [&](const Call& c) {
-      return c.unit == unit && c.region == region && !c.is_over;
-    };
-    if (unit == except) return false;
-    if (region != 0 && std::any_of(calls_.begin(), calls_.end(), is_due)) return false;
+    if (unit == except || (in_backward_ && unit->open_calls > 0)) return false;
     unit->reshard();
     return true;
   });
+}
+
+/// The same when a forward comes to `position`, where units whose backward is to come stay as well
+/// if nobody takes their slot until then: the last block before the head, the head itself.
+void Scheduler::release_held_before(int position) {
+  const Unit& next = unit_at(position);
+  std::vector<const SlotPool*> kept;
+  for (size_t i = held_.size(); i-- > 0;) {
+    Unit& unit = *held_[i];
+    if (&unit == &next) continue;
+    if (unit.active_calls == 0) {
+      const SlotPool* pool = unit.gathered_pool();
+      const bool is_newest = std::find(kept.begin(), kept.end(), pool) == kept.end();
+      if (unit.open_calls > 0 && is_newest && !is_slot_needed(unit, position)) {
+        kept.push_back(pool);
+        continue;
+      }
+      unit.reshard();
+    }
+    held_.erase(held_.begin() + static_cast<std::ptrdiff_t>(i));
+  }
+}
+
+/// A turn of another unit from `position` on may take the slot of this one.
+bool Scheduler::is_slot_needed(const Unit& unit, int position) const {
+  if (unit.residence() != Residence::kReshard) return true;
+  for (int p = position; p < static_cast<int>(order_.size()); ++p) {
+    const Unit& other = unit_at(p);
+    if (&other != &unit && other.gathered_pool() == unit.gathered_pool()) return true;
+  }
+  return false;
 }
 
 Unit& Scheduler::unit_at(int position) const {
@@ -97,11 +124,14 @@ Unit& Scheduler::unit_at(int position) const {
 }
 
 void Scheduler::prefetch_forward(int position) {
-  for (int k = 1; k <= options_.prefetch_forward; ++k) {
-    const int next = position + k;
-    if (next >= static_cast<int>(order_.size())) return;
-    if (!unit_at(next).can_prefetch()) return;  // the ring is the limit
-    gather(unit_at(next), "gather_forward");
+  const int size = static_cast<int>(order_.size());
+  for (int k = 0; k < options_.prefetch_forward && ++position < size;) {
+    Unit& unit = unit_at(position);
+    if (unit.is_unsharded() && !unit.is_ahead) continue;  // it stayed
+    if (!unit.can_prefetch()) return;                     // the ring is the limit
+    gather(unit, "gather_forward");
+    unit.is_ahead = true;
+    ++k;
   }
 }
 
@@ -111,8 +141,10 @@ void Scheduler::prefetch_backward(size_t call) {
   for (int k = 0; k < options_.prefetch_backward && call > 0;) {
     Unit& unit = *calls_[--call].unit;
     if (&unit == std::exchange(last, &unit)) continue;
+    if (unit.is_unsharded() && !unit.is_ahead) continue;
     if (!unit.can_prefetch()) return;
     gather(unit, "gather_backward");
+    unit.is_ahead = true;
     ++k;
   }
 }
@@ -120,7 +152,7 @@ void Scheduler::prefetch_backward(size_t call) {
 /// The turn of a unit that this rank does not call: what the other ranks issue, issued here too.
 void Scheduler::skip(int position, bool is_train) {
   Unit& unit = unit_at(position);
-  release_held(&unit);
+  is_train ? release_held_before(position) : release_held(&unit);
   gather(unit, "gather_forward");
   prefetch_forward(position);
   if (is_train) {
@@ -128,7 +160,7 @@ void Scheduler::skip(int position, bool is_train) {
     ++tick_;
     ++unit.open_calls;
   }
-  if (unit.active_calls == 0) held_.push_back(&unit);
+  if (unit.active_calls == 0 && !contains(held_, &unit)) held_.push_back(&unit);
 }
 
 void Scheduler::flush_pass(Pass& pass, bool is_train) {
@@ -152,7 +184,7 @@ void Scheduler::enter_forward(Pass& pass, Unit& unit, bool is_train) {
     while (!is_at(target)) ++target;
   }
   for (int p = pass.position + 1; p < target; ++p) skip(p, is_train);
-  release_held(&unit);
+  is_train ? release_held_before(target) : release_held(&unit);
   gather(unit, "gather_forward");
   prefetch_forward(target);
   pass = {target, 1};
@@ -316,7 +348,7 @@ void Scheduler::begin_replay(Unit& unit) {
       const Call& c = calls_[i];
       if (!c.is_over && c.begin >= end && c.region != region) finish_call(i, &unit);
     }
-    if (region != 0) release_held(&unit, region);
+    if (region != 0) release_held(&unit);
   }
   gather(unit, "gather_backward");
   if (call < calls_.size()) prefetch_backward(call);
@@ -330,11 +362,22 @@ void Scheduler::enter_backward(int64_t generation, size_t call) {
     if (!calls_[i].is_over && calls_[i].begin >= end) finish_call(i, calls_[call].unit);
   }
   Unit& unit = *calls_[call].unit;
-  release_held(&unit, calls_[call].region);
+  release_held(&unit);
   gather(unit, "gather_backward");
   prefetch_backward(call);
   unit.wait_for_unshard();
   if (!contains(held_, &unit)) held_.push_back(&unit);
+}
+
+/// Until backward comes to another call of the unit, nobody takes its slot.
+bool Scheduler::stays_for_call_before(size_t index) const {
+  const Unit& unit = *calls_[index].unit;
+  for (size_t i = index; i-- > 0;) {
+    const Unit& other = *calls_[i].unit;
+    if (&other == &unit) return true;
+    if (other.gathered_pool() == unit.gathered_pool()) return false;
+  }
+  return false;
 }
 
 /// The backward of a call is over; `next` is the unit whose backward follows.
@@ -356,6 +399,7 @@ void Scheduler::finish_call(size_t index, const Unit* next) {
     unit.reduce(is_last_micro_batch_, step_);
   }
   if (&unit == next) return;  // called several times in a row: gathered for all of them
+  if (stays_for_call_before(index)) return;
   if (unit.active_calls == 0) unit.reshard();
   std::erase(held_, &unit);
 }

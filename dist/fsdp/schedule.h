@@ -97,11 +97,14 @@ class Scheduler {
   void skip(int position, bool is_train);
   void flush_pass(Pass& pass, bool is_train);
   void enter_backward(int64_t generation, size_t call);
+  bool stays_for_call_before(size_t call) const;
   void finish_call(size_t call, const Unit* next = nullptr);
   void finish_backward(bool ok);
   void prefetch_forward(int position);
   void prefetch_backward(size_t call);
-  void release_held(const Unit* except, int64_t region = 0);
+  void release_held(const Unit* except);
+  void release_held_before(int position);
+  bool is_slot_needed(const Unit& unit, int position) const;
   size_t call_to_replay(const Unit& unit, int64_t region) const;
   void begin_replay(Unit& unit);
   void begin_backward(int64_t generation);

@@ -323,6 +323,7 @@ void Scheduler::make_pools() {
 }
 
 void Scheduler::make_shards() {
+  const MemoryScope scope(MemoryClass::kOther);  // tables of segments
   for (const auto& unit : units_) {
     for (Group& g : unit->groups()) {
       if (!g.layout.is_trainable) continue;

@@ -112,6 +112,7 @@ class Unit {
   /// Memory for shards (materialized here) and views in place of the modules' parameters.
   void shard_parameters(bool in_place);
   void set_pools(SlotPool* gathered, SlotPool* gradient);
+  const SlotPool* gathered_pool() const { return gathered_pool_; }
 
   /// The parameters are there or on the way, or a slot is free for them.
   bool can_prefetch() const;
@@ -158,6 +159,7 @@ class Unit {
   int64_t own_numel(const Group& g) const;
 
   // Calls of the unit's modules that the scheduler counts.
+  bool is_ahead = false;     // gathered before its turn
   int active_calls = 0;      // forwards running now
   int open_calls = 0;        // calls of this pass whose backward is not over
   ExposedTime exposed_time;  // since the last `Fsdp::exposed_times`

@@ -16,8 +16,28 @@ using nn::NamedParameter;
 struct Chosen {
   std::string name;
   std::vector<Module*> roots;  // the modules whose parameters the unit takes
-  bool is_block = true;
 };
+
+constexpr int64_t kLargeUnit = 2;  // times the median: no block, it would make every slot as large
+
+int64_t numel_of(const UnitSpec& unit) {
+  int64_t sum = 0;
+  for (const NamedParameter& p : unit.parameters) sum += p.parameter->tensor.numel();
+  return sum;
+}
+
+/// Of chosen units, those like the others share a ring of slots; an embedding among layers does
+/// not.
+void mark_blocks(std::vector<UnitSpec>& units) {
+  std::vector<int64_t> numels;
+  for (const UnitSpec& unit : units) {
+    if (!unit.parameters.empty()) numels.push_back(numel_of(unit));
+  }
+  if (numels.empty()) return;
+  std::sort(numels.begin(), numels.end());
+  const int64_t median = numels[numels.size() / 2];
+  for (UnitSpec& unit : units) unit.is_block = numel_of(unit) <= kLargeUnit * median;
+}
 
 bool is_below(const std::string& name, const std::string& ancestor) {
   return name.size() > ancestor.size() && name.compare(0, ancestor.size(), ancestor) == 0 &&
@@ -32,7 +52,6 @@ std::vector<UnitSpec> make_units(Module& root, const std::vector<Chosen>& chosen
   std::set<const Module*> is_root_of_unit;
   for (size_t i = 0; i < chosen.size(); ++i) {
     units[i].name = chosen[i].name;
-    units[i].is_block = chosen[i].is_block;
     for (Module* m : chosen[i].roots) {
       units[i].modules.push_back(m);
       unit_of_root[m] = i;
@@ -81,6 +100,7 @@ std::vector<UnitSpec> make_units(Module& root, const std::vector<Chosen>& chosen
       hooked.push_back(use.owner);
     }
   }
+  mark_blocks(units);
   std::vector<UnitSpec> all;
   if (!before.parameters.empty()) all.push_back(std::move(before));
   for (UnitSpec& unit : units) {
@@ -157,7 +177,7 @@ WrapPolicy min_num_params(int64_t num_params) {
       }
       if (count < num_params) continue;
       for (const NamedParameter& p : parameters) is_taken[p.parameter] = true;
-      chosen.push_back({m->name, {m->module}, false});
+      chosen.push_back({m->name, {m->module}});
     }
     std::reverse(chosen.begin(), chosen.end());
     return make_units(root, chosen);

@@ -14,7 +14,7 @@ struct UnitSpec {
   std::string name;                            ///< "blocks.3", "embedding", "head", ...
   std::vector<nn::NamedParameter> parameters;  ///< in registration order
   std::vector<nn::Module*> modules;            ///< hooked: a call of one needs the parameters
-  bool is_block = false;  ///< one of a sequence of like units, whose slots form the ring
+  bool is_block = false;  ///< one of a sequence of units of like size, whose slots form the ring
   bool is_tied = false;   ///< a parameter has several uses: the unit is in use for longer
 };
 

@@ -2,7 +2,9 @@
 // the work of all is the reference.
 
 #include <algorithm>
+#include <sstream>
 
+#include "dist/fsdp/guards.h"
 #include "nn/embedding.h"
 #include "test/dist/fsdp_combos.h"
 #include "test/dist/fsdp_net.h"
@@ -95,15 +97,18 @@ TEST_CASE("fsdp case: micro-batches add up under every strategy and sync", "[fsd
       if (sync == GradSync::kShard && !is_hybrid) continue;
       if (sync != GradSync::kLast && strategy == Strategy::kShardOptim) continue;
       for (const int num_micro_batches : {1, 2, 4}) {
-        run.fsdp = {};
-        run.fsdp.strategy = strategy;
-        run.fsdp.sync_every_micro_batch = sync;
-        run.num_micro_batches = num_micro_batches;
-        const int world = is_hybrid && num_micro_batches < 4 ? 4 : 2;
-        if (is_hybrid) run.fsdp.shard_size = world / 2;
-        check_near(run_fsdp_on_threads(world, run), expected, 1e-5,
-                   fmt::format("{}, sync {}, {} micro-batches", name_of(strategy),
-                               dist::name_of(sync), num_micro_batches));
+        for (const auto offload : {dist::Offload::kNone, dist::Offload::kParamsAndOptimizer}) {
+          run.fsdp = {};
+          run.fsdp.strategy = strategy;
+          run.fsdp.sync_every_micro_batch = sync;
+          run.fsdp.offload = offload;
+          run.num_micro_batches = num_micro_batches;
+          const int world = is_hybrid && num_micro_batches < 4 ? 4 : 2;
+          if (is_hybrid) run.fsdp.shard_size = world / 2;
+          check_near(run_fsdp_on_threads(world, run), expected, 1e-5,
+                     fmt::format("{}, sync {}, {} micro-batches, offload {}", name_of(strategy),
+                                 dist::name_of(sync), num_micro_batches, dist::name_of(offload)));
+        }
       }
     }
   }
@@ -197,7 +202,9 @@ TEST_CASE("fsdp case: after step 0 every unit is gathered in the order of its ca
       });
   for (int i = 0; i < 4; ++i) {  // two micro-batches
     CHECK(count_lines(result.program, fmt::format("gather_forward blocks.{}", i)) == 2);
-    CHECK(count_lines(result.program, fmt::format("gather_backward blocks.{}", i)) == 2);
+    // The block that is called last stays for backward.
+    CHECK(count_lines(result.program, fmt::format("gather_backward blocks.{}", i)) ==
+          (i == 0 ? 0 : 2));
     CHECK(count_lines(result.program, fmt::format("reduce blocks.{}", i)) == 2);
   }
 }
@@ -333,7 +340,7 @@ TEST_CASE("fsdp case: a region of recompute covers several units", "[fsdp]") {
     if (strategy != Strategy::kFullShard) continue;
     for (int i = 0; i < 4; ++i) {
       CHECK(count_lines(actual.program, fmt::format("gather_forward blocks.{}", i)) == 1);
-      CHECK(count_lines(actual.program, fmt::format("gather_backward blocks.{}", i)) == 1);
+      CHECK(count_lines(actual.program, fmt::format("gather_backward blocks.{}", i)) == (i < 3));
       CHECK(count_lines(actual.program, fmt::format("reduce blocks.{}", i)) == 1);
     }
   }
@@ -370,14 +377,84 @@ TEST_CASE("fsdp case: recompute gathers a block twice, or once where it stays", 
         const bool gathers = strategy != Strategy::kNoShard;
         INFO(fmt::format("{}, recompute {}, prefetch {}\n{}", name_of(strategy), recompute,
                          prefetch, result.program));
-        for (const char* block : {"blocks.0", "blocks.1", "blocks.2"}) {
-          CHECK(count_lines(result.program, fmt::format("gather_forward {}", block)) == gathers);
-          CHECK(count_lines(result.program, fmt::format("gather_backward {}", block)) == reshards);
-          CHECK(count_lines(result.program, fmt::format("reduce {}", block)) == 1);
+        // The last block and the head are there when backward begins.
+        for (const char* unit : {"embedding", "blocks.0", "blocks.1", "blocks.2", "head"}) {
+          const bool stays = unit == std::string_view("blocks.2") || unit[0] == 'h';
+          CHECK(count_lines(result.program, fmt::format("gather_forward {}", unit)) == gathers);
+          CHECK(count_lines(result.program, fmt::format("gather_backward {}", unit)) ==
+                (reshards && !stays));
+          CHECK(count_lines(result.program, fmt::format("reduce {}", unit)) == 1);
         }
       }
     }
   }
+}
+
+// ---- units of other policies
+
+/// Where `line` is in a program; -1: nowhere.
+int line_of(const std::string& program, const std::string& line) {
+  std::istringstream in(program);
+  int index = 0;
+  for (std::string text; std::getline(in, text); ++index) {
+    if (text == line) return index;
+  }
+  return -1;
+}
+
+TEST_CASE("fsdp case: units of any policy are gathered ahead of their use", "[fsdp]") {
+  FsdpRun run;
+  const FsdpResult expected = run_fsdp_on_threads(2, run);
+  for (const dist::WrapPolicy& wrap :
+       {dist::wrap::min_num_params(500), dist::wrap::min_num_params(4000),
+        dist::wrap::by_class<nn::Linear>()}) {  // norms are left over: used between the others
+    for (const int prefetch : {0, 1}) {
+      run.fsdp.wrap = wrap;
+      run.fsdp.prefetch_forward = run.fsdp.prefetch_backward = prefetch;
+      const FsdpResult actual = run_fsdp_on_threads(2, run);
+      check_near(actual, expected, 1e-5, "blocks as units");
+      std::vector<std::string> units;  // in the order of their use
+      std::istringstream in(actual.program);
+      for (std::string what, name; in >> what >> name;) {
+        if (what == "gather_forward") units.push_back(name);
+      }
+      INFO(fmt::format("prefetch {}\n{}\n{}", prefetch, actual.summary, actual.program));
+      int num_seen = 0;
+      for (size_t i = 1; i < units.size(); ++i) {
+        const int gather = line_of(actual.program, "gather_backward " + units[i - 1]);
+        const int reduce = line_of(actual.program, "reduce " + units[i]);
+        // Not of a unit that stayed; embedding and head may be used between others.
+        const bool are_layers = units[i - 1][0] == 'b' && units[i][0] == 'b';
+        if (gather < 0 || !are_layers) continue;
+        CHECK((gather < reduce) == (prefetch == 1));
+        ++num_seen;
+      }
+      CHECK(num_seen >= 2);
+    }
+  }
+}
+
+TEST_CASE("fsdp case: a unit much larger than the others does not make their slots as large",
+          "[fsdp]") {
+  FsdpRun run;
+  run.model.vocab_size = 1000;  // an embedding of 24,000 beside matrices of 576 to 1920
+  run.fsdp.wrap = dist::wrap::min_num_params(500);
+  run.on_ready = [](dist::Fsdp& fsdp, dist::World& world) {
+    if (world.rank() != 0) return;
+    int num_blocks = 0;
+    int64_t slot = 0;
+    for (const auto& unit : fsdp.scheduler().units()) {
+      const bool is_layer = unit->name().rfind("blocks.", 0) == 0;
+      CHECK(unit->spec().is_block == is_layer);
+      if (!is_layer) continue;
+      ++num_blocks;
+      slot = std::max(slot, unit->gathered_nbytes());
+      CHECK(unit->gathered_pool()->num_slots() == 2);
+    }
+    CHECK(num_blocks == 12);
+    CHECK(slot == 2048 * 4);
+  };
+  run_fsdp_on_threads(2, run);
 }
 
 // ---- frozen and tied parameters
@@ -521,28 +598,53 @@ TEST_CASE("fsdp case: a tied parameter in one unit and across units", "[fsdp]") 
   }
 }
 
-TEST_CASE("fsdp case: a tie survives loading full values", "[fsdp]") {
-  std::map<std::string, std::vector<double>> loaded;
-  for (const Strategy strategy : {Strategy::kFullShard, Strategy::kShardOptim}) {
-    dist::run_ranks(2, [&](dist::World& world) {
-      nn::DeferredInit deferred;
-      TiedNet net;
-      dist::FsdpOptions options;
-      options.strategy = strategy;
-      const auto fsdp = dist::fully_shard(net, world, options);
-      std::map<std::string, Tensor> values;
-      uint64_t seed = 9;
-      for (const nn::NamedParameter& p : net.named_parameters()) {
-        values[p.name] = randn(p.parameter->tensor.shape(), kF32, seed++);
-      }
-      fsdp->load_full([&](const std::string& name) { return values.at(name); });
-      fsdp->for_each_full(dist::Fsdp::State::kMaster,
-                          [&](const std::string& name, const Tensor& full) {
-                            check_bitwise(full, values.at(name), name);
-                          });
-      CHECK(net.parameter("head.weight").tensor.storage() ==
-            net.parameter("embed.weight").tensor.storage());
-    });
+TEST_CASE("fsdp case: a tie survives deferred initialization, loading and export", "[fsdp]") {
+  for (const dist::WrapPolicy& wrap :
+       {dist::wrap::transformer_block(), dist::wrap::whole_model()}) {
+    for (const Strategy strategy : kAllStrategies) {
+      INFO(name_of(strategy));
+      dist::run_ranks(4, [&](dist::World& world) {
+        std::unique_ptr<TiedNet> net;
+        {
+          nn::DeferredInit deferred;
+          net = std::make_unique<TiedNet>();
+        }
+        dist::FsdpOptions options;
+        options.wrap = wrap;
+        options.strategy = strategy;
+        if (strategy >= Strategy::kHybridShard) options.shard_size = 2;
+        const auto fsdp = dist::fully_shard(*net, world, options);
+        const auto exported = [&] {
+          std::map<std::string, Tensor> values;
+          fsdp->for_each_full(dist::Fsdp::State::kMaster,
+                              [&](const std::string& name, const Tensor& full) {
+                                if (values.count(name) != 0) throw Error("twice: " + name);
+                                values[name] = full.contiguous();
+                              });
+          if (values.count("embed.weight") != 1 || values.count("head.weight") != 0) {
+            throw Error("the export has the tie under one name");
+          }
+          return values;
+        };
+        const auto check_is_one = [&](const Tensor& expected, const char* when) {
+          // Both uses see the same memory, whatever it holds now.
+          const dist::UnshardGuard embedding(*fsdp, *net->embed), head(*fsdp, *net->head);
+          const Tensor a = net->parameter("embed.weight").tensor, b = net->head->weight;
+          if (a.raw_data() != b.raw_data() || a.storage() != b.storage()) throw Error(when);
+          check_bitwise(b, expected, when);
+        };
+        fsdp->initialize(5);
+        check_is_one(exported().at("embed.weight"), "after deferred initialization");
+        std::map<std::string, Tensor> values;
+        uint64_t seed = 9;
+        for (const nn::NamedParameter& p : net->named_parameters()) {
+          values[p.name] = randn(p.parameter->tensor.shape(), kF32, seed++);
+        }
+        fsdp->load_full([&](const std::string& name) { return values.at(name); });
+        for (const auto& [name, full] : exported()) check_bitwise(full, values.at(name), name);
+        check_is_one(values.at("embed.weight"), "after loading");
+      });
+    }
   }
 }
 

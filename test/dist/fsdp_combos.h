@@ -20,23 +20,6 @@ inline constexpr std::array kAllStrategies = {
 
 enum class Precision { kF32, kMixed, kBF16 };  ///< mixed: bf16 parameters, f32 gradients
 
-/// One value a setting, each an index: strategy, prefetch, recompute, communicators, offload.
-struct Combo {
-  static constexpr std::array<int, 5> kNumValues = {6, 3, 2, 2, 3};
-  std::array<int, 5> values{};
-
-  dist::Strategy strategy() const { return kAllStrategies[static_cast<size_t>(values[0])]; }
-  int prefetch() const { return values[1]; }
-  bool recompute() const { return values[2] == 1; }
-  int communicators() const { return 2 - values[3]; }
-  dist::Offload offload() const { return static_cast<dist::Offload>(values[4]); }
-
-  std::string to_string() const {
-    return fmt::format("{}, prefetch {}, recompute {}, {} communicators, offload {}",
-                       name_of(strategy()), prefetch(), recompute(), communicators(), values[4]);
-  }
-};
-
 /// Ranks in a shard group of the hybrid strategies: the largest proper divisor, else all.
 inline int hybrid_shard_size(int world_size) {
   for (int size = world_size / 2; size > 1; --size) {
@@ -44,6 +27,31 @@ inline int hybrid_shard_size(int world_size) {
   }
   return world_size;
 }
+
+/// One value a setting, each an index: strategy, prefetch, recompute, communicators, offload,
+/// reshard (as the strategy says or into groups of ranks).
+struct Combo {
+  static constexpr std::array<int, 6> kNumValues = {6, 3, 2, 2, 3, 2};
+  std::array<int, 6> values{};
+
+  dist::Strategy strategy() const { return kAllStrategies[static_cast<size_t>(values[0])]; }
+  int prefetch() const { return values[1]; }
+  bool recompute() const { return values[2] == 1; }
+  int communicators() const { return 2 - values[3]; }
+  dist::Offload offload() const { return static_cast<dist::Offload>(values[4]); }
+  bool reshards_into_groups() const { return values[5] == 1; }
+  /// Only what reshards can do it into groups.
+  bool is_valid() const {
+    return !reshards_into_groups() || strategy() == dist::Strategy::kFullShard ||
+           strategy() == dist::Strategy::kHybridShard;
+  }
+
+  std::string to_string() const {
+    return fmt::format("{}, prefetch {}, recompute {}, {} communicators, offload {}, groups {}",
+                       name_of(strategy()), prefetch(), recompute(), communicators(), values[4],
+                       reshards_into_groups());
+  }
+};
 
 inline void set_precision(FsdpRun& run, Precision precision) {
   if (precision == Precision::kF32) return;
@@ -62,6 +70,11 @@ inline FsdpRun make_run(const Combo& combo, int world_size, Precision precision)
   run.fsdp.communicators = combo.communicators();
   run.fsdp.offload = combo.offload();
   run.fsdp.offload_window = 256;  // several windows a shard
+  if (combo.reshards_into_groups()) {
+    const bool is_hybrid = combo.strategy() == dist::Strategy::kHybridShard;
+    run.fsdp.reshard_after_forward =
+        hybrid_shard_size(is_hybrid ? run.fsdp.shard_size : world_size);
+  }
   if (combo.recompute()) run.recompute.kind = nn::RecomputePolicy::Kind::kFull;
   set_precision(run, precision);
   return run;
@@ -79,7 +92,7 @@ inline std::vector<Combo> every_combo() {
       combo.values[k] = rest % Combo::kNumValues[k];
       rest /= Combo::kNumValues[k];
     }
-    all.push_back(combo);
+    if (combo.is_valid()) all.push_back(combo);
   }
   return all;
 }
@@ -93,15 +106,19 @@ inline std::vector<Combo> pair_covering_combos() {
   const auto covers = [](const Combo& c, const Pair& p) {
     return c.values[p.i] == p.a && c.values[p.j] == p.b;
   };
+  const std::vector<Combo> all = every_combo();
   std::vector<Pair> open;
   for (size_t i = 0; i < Combo::kNumValues.size(); ++i) {
     for (size_t j = i + 1; j < Combo::kNumValues.size(); ++j) {
       for (int a = 0; a < Combo::kNumValues[i]; ++a) {
-        for (int b = 0; b < Combo::kNumValues[j]; ++b) open.push_back({i, j, a, b});
+        for (int b = 0; b < Combo::kNumValues[j]; ++b) {
+          const Pair pair{i, j, a, b};
+          const auto has = [&](const Combo& c) { return covers(c, pair); };
+          if (std::any_of(all.begin(), all.end(), has)) open.push_back(pair);
+        }
       }
     }
   }
-  const std::vector<Combo> all = every_combo();
   std::vector<Combo> chosen;
   while (!open.empty()) {
     const auto gain = [&](const Combo& c) {

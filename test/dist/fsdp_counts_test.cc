@@ -183,8 +183,8 @@ TEST_CASE("fsdp counts: collectives of a step, their order and bytes", "[fsdp]")
           std::vector<std::string> gathers, reduces, outer, compute;
           if (shard_size > 1) {
             for (const int64_t n : units) gathers.push_back(fmt::format("all_gather {}", n * item));
-            // Backward begins with the unit that forward ended with: it is there.
-            for (size_t u = units.size() - 1; reshards && u-- > 0;) {
+            // Backward begins with head and last block, whose slots nobody took: they are there.
+            for (size_t u = units.size() - 2; reshards && u-- > 0;) {
               gathers.push_back(fmt::format("all_gather {}", units[u] * item));
             }
           }
@@ -211,6 +211,35 @@ TEST_CASE("fsdp counts: collectives of a step, their order and bytes", "[fsdp]")
         }
       }
     }
+  }
+}
+
+TEST_CASE("fsdp counts: hybrid accumulation reduces over replicas once, after the last micro-batch",
+          "[fsdp]") {
+  constexpr int kWorld = 4, kMicroBatches = 8;
+  for (const Strategy strategy : {Strategy::kHybridShard, Strategy::kHybridShardZero2}) {
+    FsdpRun run;
+    run.fsdp.strategy = strategy;
+    run.fsdp.shard_size = 2;
+    run.num_micro_batches = kMicroBatches;
+    run.samples_per_step = kWorld * kMicroBatches;
+    set_precision(run, Precision::kBF16);
+    const std::vector<TaskRecord> tasks = tasks_of_step(run, kWorld);
+    const std::vector<int64_t> units = unit_numels(run.model, kWorld);
+    std::vector<std::string> inner, outer;
+    for (int a = 0; a < kMicroBatches; ++a) {
+      for (size_t u = units.size(); u-- > 0;) {  // bf16, added to the f32 shard
+        inner.push_back(
+            fmt::format("reduce_scatter {}", units[u] * 2 + (a > 0) * units[u] / 2 * 4));
+      }
+    }
+    for (size_t u = units.size(); u-- > 0;) {  // the f32 shard
+      outer.push_back(fmt::format("reduce_scatter {}", units[u] / 2 * 4));
+    }
+    for (const int64_t n : units) outer.push_back(fmt::format("all_gather {}", n / 2 * 4));
+    INFO(name_of(strategy));
+    CHECK(collectives(tasks, "reduce_scatter") == inner);
+    CHECK(collectives(tasks, "all_reduce") == outer);
   }
 }
 

@@ -113,41 +113,49 @@ TEST_CASE("unshard: shows full parameters on every rank and leaves the unit shar
   }
 }
 
+/// Writes one parameter in a guard: masters and gathers have it, and nothing else has changed.
+void write_in_guard(World& world, const FsdpOptions& options) {
+  std::unique_ptr<nn::Llama> model;
+  {
+    nn::DeferredInit deferred;
+    model = std::make_unique<nn::Llama>(FsdpRun::tiny_llama());
+  }
+  const auto fsdp = fully_shard(*model, world, options);
+  fsdp->initialize(7);
+  auto expected = masters_of(*fsdp);
+  std::string written;
+  {
+    const UnshardGuard guard(*fsdp, "blocks.2", UnshardGuard::Access::kWrite);
+    for (const nn::NamedParameter& p : model->named_parameters()) {
+      if (p.name.rfind("blocks.2.", 0) != 0 || p.parameter->tensor.num_dims() != 2) continue;
+      NoGrad no_grad;
+      p.parameter->tensor.fill_(0.25);
+      written = p.name;
+      break;
+    }
+  }
+  for (double& x : expected.at(written)) x = 0.25;
+  expect(masters_of(*fsdp) == expected, "only " + written + " has changed");
+  // What modules see is what the shards hold.
+  const UnshardGuard guard(*fsdp, "blocks.2");
+  expect(model->parameter(written).tensor.to_vector() == expected.at(written),
+         "the next gather sends it");
+}
+
 TEST_CASE("unshard: what is written goes to the shards, all else keeps its bits", "[fsdp]") {
-  for (const DType dtype : {kF32, kBF16}) {
-    for (const int world_size : {1, 2, 4}) {
-      for (const Strategy strategy : kStrategies) {
-        INFO(name_of(strategy) << " world " << world_size << " " << name_of(dtype));
-        REQUIRE_NOTHROW(run_ranks(world_size, [&](World& world) {
-          std::unique_ptr<nn::Llama> model;
-          {
-            nn::DeferredInit deferred;
-            model = std::make_unique<nn::Llama>(FsdpRun::tiny_llama());
-          }
+  for (const dist::Offload offload :
+       {dist::Offload::kNone, dist::Offload::kOptimizer, dist::Offload::kParamsAndOptimizer}) {
+    for (const DType dtype : {kF32, kBF16}) {
+      for (const int world_size : {1, 2, 4}) {
+        for (const Strategy strategy : kStrategies) {
+          INFO(name_of(strategy) << " world " << world_size << " " << name_of(dtype) << " offload "
+                                 << name_of(offload));
           FsdpOptions options = options_of(strategy, world_size);
           options.precision.param_dtype = dtype;
-          const auto fsdp = fully_shard(*model, world, options);
-          fsdp->initialize(7);
-          auto expected = masters_of(*fsdp);
-          std::string written;
-          {
-            const UnshardGuard guard(*fsdp, "blocks.2", UnshardGuard::Access::kWrite);
-            for (const nn::NamedParameter& p : model->named_parameters()) {
-              if (p.name.rfind("blocks.2.", 0) != 0 || p.parameter->tensor.num_dims() != 2)
-                continue;
-              NoGrad no_grad;
-              p.parameter->tensor.fill_(0.25);
-              written = p.name;
-              break;
-            }
-          }
-          for (double& x : expected.at(written)) x = 0.25;
-          expect(masters_of(*fsdp) == expected, "only " + written + " has changed");
-          // What modules see is what the shards hold.
-          const UnshardGuard guard(*fsdp, "blocks.2");
-          expect(model->parameter(written).tensor.to_vector() == expected.at(written),
-                 "the next gather sends it");
-        }));
+          options.offload = offload;
+          REQUIRE_NOTHROW(
+              run_ranks(world_size, [&](World& world) { write_in_guard(world, options); }));
+        }
       }
     }
   }

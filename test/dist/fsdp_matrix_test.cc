@@ -1,5 +1,7 @@
 // No setting of the schedule changes a bit of the result at one world size.
 
+#include <atomic>
+
 #include "test/dist/fsdp_combos.h"
 #include "test/dist/fsdp_net.h"
 #include "test/testing.h"
@@ -97,6 +99,50 @@ TEST_CASE("fsdp matrix: parameters of 1 and 7 elements and empty shards on 5 and
       run.fsdp.sync_every_micro_batch = {};
       check_near(train_net_on_threads<OddNet>(world, run, make, odd_pass), one, 1e-5,
                  fmt::format("one rank and {}, default sync", world));
+    }
+  }
+}
+
+TEST_CASE("fsdp matrix: loading, saving and clipping through empty shards", "[fsdp]") {
+  for (const int world_size : {1, 2, 5, 32}) {
+    for (const dist::Strategy strategy : kAllStrategies) {
+      dist::FsdpOptions options;
+      options.strategy = strategy;
+      if (strategy >= dist::Strategy::kHybridShard) {
+        options.shard_size = hybrid_shard_size(world_size);
+      }
+      std::atomic<int> num_empty = 0;
+      INFO(fmt::format("{}, world {}", name_of(strategy), world_size));
+      dist::run_ranks(world_size, [&](dist::World& world) {
+        OddNet net;
+        net.initialize(1);
+        const auto fsdp = dist::fully_shard(net, world, options);
+        std::map<std::string, Tensor> values;
+        for (const nn::NamedParameter& p : net.named_parameters()) {
+          const uint64_t seed = 3 + values.size();
+          values[p.name] = randn(p.parameter->tensor.shape(), kF32, seed);
+        }
+        fsdp->load_full([&](const std::string& name) { return values.at(name); });
+        std::map<std::string, Tensor> saved;
+        fsdp->for_each_full(dist::Fsdp::State::kMaster,
+                            [&](const std::string& name, const Tensor& full) {
+                              check_bitwise(full, values.at(name), name);
+                              saved[name] = full;
+                            });
+        if (saved.size() != values.size()) throw Error("parameters are missing");
+        for (const optim::FlatShard& shard : fsdp->shards()) num_empty += shard.segments.empty();
+        odd_pass(net, 0, world.rank());
+        const double norm = fsdp->clip_grad_norm(0).norm.item();
+        double squares = 0;
+        fsdp->for_each_full(dist::Fsdp::State::kGradient,
+                            [&](const std::string&, const Tensor& full) {
+                              for (const double g : full.to_vector()) squares += g * g;
+                            });
+        if (!(std::fabs(norm - std::sqrt(squares)) <= 1e-5 * norm)) {
+          throw Error(fmt::format("a norm of {}, expected {}", norm, std::sqrt(squares)));
+        }
+      });
+      if (world_size > 2 && strategy == dist::Strategy::kFullShard) CHECK(num_empty > 0);
     }
   }
 }
