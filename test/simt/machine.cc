@@ -1,10 +1,13 @@
-// The scheduler. A round resumes every runnable thread once, in the order of the schedule; a block
-// whose round resumes nobody is deadlocked.
+// The scheduler. Warps get their turns in the order of the schedule, and so do the lanes of a warp.
+// A warp that has its turn runs as far ahead of the others as it can, so that what orders two warps
+// must be a barrier, not the number of operations before it. A block in which nobody can run is
+// deadlocked.
 #include "test/simt/machine.h"
 
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <new>
 #include <numeric>
 #include <random>
@@ -82,8 +85,7 @@ Machine::Machine(const char* kernel_name, const Geometry& geometry,
       num_threads(static_cast<size_t>(volume(geometry.block))),
       thread_states(std::make_unique<ThreadState[]>(num_threads)),
       threads(thread_states.get(), num_threads),
-      warps(num_threads / kWarpSize),
-      turns(num_threads) {
+      warps(num_threads / kWarpSize) {
   grid = geometry.grid;
   block = geometry.block;
   for (size_t i = 0; i < num_threads; ++i) {
@@ -152,11 +154,21 @@ void Machine::fail_deadlocked() const {
   fail(*first, text);
 }
 
-void Machine::run_block(int64_t index, const Settings& s) {
+bool Machine::run_warp(unsigned warp, std::span<const unsigned> lanes) {
+  bool has_run = false;
+  for (const unsigned lane : lanes) {
+    ThreadState& thread = threads[warp * kWarpSize + lane];
+    if (thread.fiber.is_done() || thread.wait != Wait::kNothing) continue;
+    has_run = true;
+    current_thread = &thread;
+    thread.fiber.resume();
+    if (failure != nullptr) std::rethrow_exception(failure);
+  }
+  return has_run;
+}
+
+void Machine::start_block(int64_t index) {
   block_idx = unflatten(index, grid);
-  std::iota(turns.begin(), turns.end(), 0u);
-  if (s.order == Order::kReverse) std::reverse(turns.begin(), turns.end());
-  std::mt19937_64 random(s.seed * 0x9e3779b97f4a7c15u + static_cast<uint64_t>(index));
   num_alive = threads.size();
   num_at_barrier = 0;
   std::fill(warps.begin(), warps.end(), Warp{});
@@ -167,16 +179,31 @@ void Machine::run_block(int64_t index, const Settings& s) {
     thread.fiber.start(run_thread, &thread);
   }
   shared.poison();
+}
+
+void Machine::run_block(int64_t index, const Settings& s) {
+  start_block(index);
+  std::vector<unsigned> warp_turns(warps.size());
+  std::iota(warp_turns.begin(), warp_turns.end(), 0u);
+  std::array<unsigned, kWarpSize> lane_turns;
+  std::iota(lane_turns.begin(), lane_turns.end(), 0u);
+  if (s.order == Order::kReverse) {
+    std::reverse(warp_turns.begin(), warp_turns.end());
+    std::reverse(lane_turns.begin(), lane_turns.end());
+  }
+  std::mt19937_64 random(s.seed * 0x9e3779b97f4a7c15u + static_cast<uint64_t>(index));
   while (num_alive > 0) {
-    if (s.order == Order::kRandom) std::shuffle(turns.begin(), turns.end(), random);
+    const bool is_random = s.order == Order::kRandom;
+    if (is_random) std::shuffle(warp_turns.begin(), warp_turns.end(), random);
     bool has_run = false;
-    for (const unsigned i : turns) {
-      ThreadState& thread = threads[i];
-      if (thread.fiber.is_done() || thread.wait != Wait::kNothing) continue;
-      has_run = true;
-      current_thread = &thread;
-      thread.fiber.resume();
-      if (failure != nullptr) std::rethrow_exception(failure);
+    for (const unsigned warp : warp_turns) {
+      // In order a warp runs on as far as it can, in random order 0 to 3 times.
+      const uint64_t max_runs = is_random ? random() % 4 : ~uint64_t{0};
+      for (uint64_t run = 0; run < max_runs; ++run) {
+        if (is_random) std::shuffle(lane_turns.begin(), lane_turns.end(), random);
+        if (!run_warp(warp, lane_turns)) break;
+        has_run = true;
+      }
     }
     release_barrier();
     const auto is_runnable = [](const ThreadState& thread) {

@@ -95,6 +95,9 @@ struct Machine : Block {
   Machine(const char* kernel_name, const Geometry& geometry, const std::function<void()>& kernel);
 
   void run_block(int64_t index, const Settings& settings);
+  void start_block(int64_t index);
+  /// Resumes the runnable lanes of a warp once each, in this order; whether there were any.
+  bool run_warp(unsigned warp, std::span<const unsigned> lanes);
   /// Opens the barrier if everyone who is alive waits there.
   void release_barrier();
   /// The kernel has returned in `thread`.
@@ -114,7 +117,6 @@ struct Machine : Block {
   const std::unique_ptr<ThreadState[]> thread_states;
   const std::span<ThreadState> threads;
   std::vector<Warp> warps;
-  std::vector<unsigned> turns;
   size_t num_alive = 0, num_at_barrier = 0;
   std::exception_ptr failure;
 };

@@ -105,6 +105,23 @@ TEST_CASE("planted: a missing __syncthreads before shared memory is used again i
   CHECK(verdict.is_unstable);
 }
 
+/// The write comes first in any fair order: the other warp reads after five shuffles.
+template <bool kBroken>
+__global__ void late_read_kernel(float* out, const float* in) {
+  auto* s = dynamic_smem<float>();
+  if (threadIdx.x == 0) s[0] = in[0];
+  if constexpr (!kBroken) __syncthreads();
+  const float largest = warp_max(in[threadIdx.x]);
+  out[threadIdx.x] = largest + s[0];
+}
+
+TEST_CASE("planted: a missing __syncthreads is caught even if the reader is always late",
+          "[simt]") {
+  const auto expected = [](int i) { return i / 32 * 32 + 33; };
+  CHECK(judge(late_read_kernel<false>, expected).is_clean());
+  CHECK(judge(late_read_kernel<true>, expected).is_wrong);
+}
+
 // ----- missing __syncwarp
 
 template <bool kBroken>

@@ -43,7 +43,8 @@ struct Where {
 
 // ----- for tests
 
-/// In which order threads of a block, and blocks, get their turns.
+/// In which order blocks, warps of a block and lanes of a warp get their turns. Forward and in
+/// reverse, a warp runs until the next barrier before another warp does; at random, they mix.
 enum class Order { kForward, kReverse, kRandom };
 
 /// Schedules launches of this thread for a scope; without one the order is forward.
