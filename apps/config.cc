@@ -588,6 +588,16 @@ std::vector<Field> config_fields(Config& c) {
        {},
        "peak of one rank's device, for MFU in the log; 0: no MFU"},
       {"dist.timeout", &c.dist.timeout, positive, {}, "seconds until a collective counts as hung"},
+      {"dist.nccl_reduce",
+       &c.dist.nccl_reduce,
+       any,
+       {"tree", "nccl"},
+       "who adds gradients on CUDA: the fixed tree over ranks, or NCCL in an order of its own"},
+      {"dist.nccl_max_ctas",
+       &c.dist.nccl_max_ctas,
+       {0, 64},
+       {},
+       "thread blocks that a NCCL communicator may use at once; 0: NCCL's choice"},
       {"debug.poison", &c.debug.poison, any, {}, "fill freed memory with NaN"},
       {"debug.order_check", &c.debug.order_check, any, {}, "check the order of memory accesses"},
       {"debug.dist", &c.debug.dist, any, {}, "log each collective as it starts"},
@@ -599,6 +609,11 @@ std::vector<Field> config_fields(Config& c) {
        "for the ranks after the first"},
       {"debug.trace_from", &c.debug.trace_from, from(1), {}, "the first step in the timeline"},
       {"debug.trace_steps", &c.debug.trace_steps, from(1), {}, "steps in the timeline"},
+      {"debug.exposed_units",
+       &c.debug.exposed_units,
+       from(0),
+       {},
+       "units in each line of metrics.jsonl, those that compute waited for longest"},
   };
 }
 

@@ -74,11 +74,14 @@ struct OutputConfig {
 };
 struct DistConfig {
   double timeout = 600;
+  std::string nccl_reduce = "tree";
+  int64_t nccl_max_ctas = 0;
 };
 struct DebugConfig {
   bool poison = false, order_check = false, dist = false;
   std::string trace;
   int64_t trace_from = 3, trace_steps = 3;
+  int64_t exposed_units = 0;
 };
 
 struct Config {

@@ -20,6 +20,8 @@
 #include "core/random.h"
 #include "core/runtime/context.h"
 #include "core/runtime/order_check.h"
+#include "core/runtime/staging.h"
+#include "dist/comm/nccl.h"
 #include "nn/generate.h"
 
 namespace tessera::apps {
@@ -53,17 +55,11 @@ void prepare_output_dir(const Config& config) {
 struct PendingStep {
   int64_t step = 0;
   double lr = 0;
-  Tensor loss_sum, grad_norm, found_inf;
-  Tensor loss_scale;  // of this step; undefined without one
+  HostCopy loss_sum, grad_norm, found_inf;
+  HostCopy loss_scale;  // of this step; undefined without one
   std::shared_ptr<const dist::ExposedTimes> exposed;
   Event done;
 };
-
-double read_scalar(const Tensor& scalar) {
-  TESSERA_CHECK(scalar.device().type == DeviceType::kCpu, "trainer: device {} is not supported",
-                scalar.device());
-  return scalar.dtype() == kU8 ? *scalar.data<uint8_t>() : *scalar.data<float>();
-}
 
 bool is_running(const std::string& dir) {
   try {
@@ -223,13 +219,13 @@ PendingStep Trainer::submit_step(int64_t step) {
   pending.lr = schedule_->lr(step);
   optimizer_->step(static_cast<float>(pending.lr), clip.factor, clip.found_inf);
   fsdp_->end_step();
-  pending.loss_sum = fsdp_->sum_micro_batches(losses);
+  pending.loss_sum = HostCopy(fsdp_->sum_micro_batches(losses));
   if (scaler_->options().scaling != dist::LossScaling::kNone) {
-    pending.loss_scale = scaler_->scale().clone();
+    pending.loss_scale = HostCopy(scaler_->scale());
     scaler_->update(clip.found_inf);
   }
-  pending.grad_norm = clip.norm;
-  pending.found_inf = clip.found_inf;
+  pending.grad_norm = HostCopy(clip.norm);
+  pending.found_inf = HostCopy(clip.found_inf);
   if (world_.world_size() > 1) pending.exposed = fsdp_->exposed_times();
   pending.done = current_stream().record();
   return pending;
@@ -240,12 +236,17 @@ StepMetrics Trainer::finish_step(const PendingStep& pending) {
   StepMetrics m;
   m.step = pending.step;
   m.lr = pending.lr;
-  m.loss = read_scalar(pending.loss_sum) / static_cast<double>(tokens_per_step_);
-  m.grad_norm = read_scalar(pending.grad_norm);
+  m.loss = pending.loss_sum.item() / static_cast<double>(tokens_per_step_);
+  m.grad_norm = pending.grad_norm.item();
   m.tokens = pending.step * tokens_per_step_;
   if (pending.exposed != nullptr) {
     m.exposed_gather_ms = pending.exposed->gather_ms();
     m.exposed_reduce_ms = pending.exposed->reduce_ms();
+    const auto count = static_cast<size_t>(config_.debug.exposed_units);
+    for (const dist::ExposedTimes::Entry& e : pending.exposed->longest(count)) {
+      m.exposed_units.push_back({e.unit, static_cast<double>(e.time.gather_ns) * 1e-6,
+                                 static_cast<double>(e.time.reduce_ns) * 1e-6});
+    }
   }
   // The host sees steps end in bursts, so the rate is that of the last few.
   constexpr size_t kNumRateSteps = 16;
@@ -262,14 +263,13 @@ StepMetrics Trainer::finish_step(const PendingStep& pending) {
   }
   bool is_skipped = false;
   if (pending.loss_scale.is_defined()) {
-    m.loss_scale = read_scalar(pending.loss_scale);
+    m.loss_scale = pending.loss_scale.item();
     // A scale that can fall may help: the step was skipped and the next one starts lower.
-    is_skipped =
-        read_scalar(pending.found_inf) != 0 && *m.loss_scale > scaler_->options().rule.min_scale;
+    is_skipped = pending.found_inf.item() != 0 && *m.loss_scale > scaler_->options().rule.min_scale;
     if (is_skipped) ++num_skipped_;
     m.skipped = num_skipped_;
   }
-  if (!is_skipped && (read_scalar(pending.found_inf) != 0 || !std::isfinite(m.loss))) {
+  if (!is_skipped && (pending.found_inf.item() != 0 || !std::isfinite(m.loss))) {
     // The same numbers on every rank; the optimizer has left the states as they were.
     const NumericsError error(
         fmt::format("step {}: loss {}, gradient norm {}, expected finite numbers; nothing of this "
@@ -409,6 +409,8 @@ void Trainer::print_sample() {
 TrainResult train(const Config& config, dist::World& world) {
   world.set_timeout(std::chrono::milliseconds(static_cast<int64_t>(config.dist.timeout * 1e3)));
   world.set_verbose(config.debug.dist);
+  dist::set_nccl_options({.native_reduce_scatter = config.dist.nccl_reduce == "nccl",
+                          .max_ctas = static_cast<int>(config.dist.nccl_max_ctas)});
   std::shared_ptr<Context> context;
   world.control().verdict([&] {
     ContextOptions options;

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <mutex>
 
+#include "core/log.h"
 #include "core/runtime/cpu_check.h"
 #include "core/runtime/cuda.h"
 #include "core/runtime/order_check.h"
@@ -90,6 +91,12 @@ Context::Scope::Scope(std::shared_ptr<Context> context)
 
 Context::Scope::~Scope() {
   scoped_context = previous_;
+  if (previous_ == nullptr || (*previous_)->device().type != DeviceType::kCuda) return;
+  try {
+    use_cuda_device((*previous_)->device());
+  } catch (const Error& error) {
+    log_error("{}", error.what());
+  }
 }
 
 }  // namespace tessera
