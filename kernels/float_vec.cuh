@@ -11,11 +11,24 @@ inline namespace TESSERA_CUDA_BODY {
 template <int N>
 using Floats = tessera::cuda::Vec<float, N>;
 
+/// By words of two elements: a vector whose 2-byte elements are read one by one takes a register
+/// for each of them as long as it lives.
 template <int N, class T>
 __device__ inline Floats<N> to_floats(const tessera::cuda::Vec<T, N>& vec) {
   Floats<N> values;
+  if constexpr (sizeof(T) == 2 && N % 2 == 0) {
+    uint32_t words[N / 2];
+    memcpy(words, &vec, sizeof(vec));
 #pragma unroll
-  for (int i = 0; i < N; ++i) values[i] = tessera::cuda::to_float(vec[i]);
+    for (int i = 0; i < N; ++i) {
+      T element;
+      element.bits = static_cast<uint16_t>(i % 2 == 0 ? words[i / 2] : words[i / 2] >> 16);
+      values[i] = tessera::cuda::to_float(element);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) values[i] = tessera::cuda::to_float(vec[i]);
+  }
   return values;
 }
 

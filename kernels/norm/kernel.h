@@ -35,12 +35,13 @@ TESSERA_DECLARE_KERNEL(rms_norm_fwd, NormFwd);
 ///   dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) + d_sum      (rms_norm: without mean(g))
 ///   dw = sum over rows of dy * xhat,   db = sum over rows of dy
 /// Each output may be absent. dw and db go through `partials`: one row (of dw, then one of db for
-/// layer_norm) for each of num_chunks(rows) runs of rows, added in order.
+/// layer_norm) for each of num_chunks(rows) runs of rows, added in order; on CUDA one for each
+/// block, of which there are as many as `partials` has rows at most.
 struct NormBwd {
   void* dx;
   void* dw;
   void* db;           ///< absent for rms_norm
-  void* partials;     ///< num_chunks(rows) x (1 or 2) x cols of f32 (f64); absent without dw and db
+  void* partials;     ///< partial_rows() x (1 or 2) x cols of f32 (f64); absent without dw and db
   const void* dy;     ///< contiguous
   const void* d_sum;  ///< contiguous gradient added to dx, or absent
   const void* x;
@@ -53,8 +54,14 @@ struct NormBwd {
   bool accumulate_dx, accumulate_dw, accumulate_db;
   int64_t rows, cols;
   RowLayout x_rows, dx_rows;
+  int64_t num_partials = 0;  ///< rows of `partials`; 0: num_chunks(rows)
 
   static int64_t num_chunks(int64_t rows) { return std::clamp<int64_t>((rows + 15) / 16, 1, 64); }
+  /// Rows that `partials` should have on a device.
+  static int64_t num_chunks(int64_t rows, DeviceType device) {
+    return device == DeviceType::kCuda ? std::clamp<int64_t>(rows, 1, 512) : num_chunks(rows);
+  }
+  int64_t partial_rows() const { return num_partials > 0 ? num_partials : num_chunks(rows); }
   Cost cost() const;
 };
 TESSERA_DECLARE_KERNEL(layer_norm_bwd, NormBwd);

@@ -31,7 +31,7 @@ Cost NormBwd::cost() const {
   }
   cost.write_or_accumulate(dw, cols * static_cast<int64_t>(size_of(dw_dtype)), accumulate_dw);
   cost.write_or_accumulate(db, cols * static_cast<int64_t>(size_of(db_dtype)), accumulate_db);
-  return cost.write(partials, num_chunks(rows) * num_outputs * cols * stat_size);
+  return cost.write(partials, partial_rows() * num_outputs * cols * stat_size);
 }
 
 TESSERA_DEFINE_KERNEL(layer_norm_fwd, NormFwd);
@@ -113,8 +113,8 @@ void backward_kernel(const NormSaved& saved, const Tensor& dy, const Tensor& d_s
   const int64_t cols = x.dim(-1), rows = x.numel() / cols;
   Tensor partials;
   if (dw || db) {
-    partials =
-        empty({NormBwd::num_chunks(rows), saved.centered ? 2 : 1, cols}, stats_dtype(x.dtype()));
+    partials = empty({NormBwd::num_chunks(rows, x.device().type), saved.centered ? 2 : 1, cols},
+                     stats_dtype(x.dtype()));
   }
   const auto data = [](const Tensor& t) { return t.is_defined() ? t.raw_data() : nullptr; };
   NormBwd a{};
@@ -126,6 +126,7 @@ void backward_kernel(const NormSaved& saved, const Tensor& dy, const Tensor& d_s
   a.accumulate_dx = dx.accumulate, a.accumulate_dw = dw.accumulate;
   a.accumulate_db = db.accumulate;
   a.rows = rows, a.cols = cols;
+  a.num_partials = partials.is_defined() ? partials.dim(0) : 0;
   a.x_rows = *row_layout(x.shape(), x.strides());
   if (dx) a.dx_rows = *row_layout(dx.view.shape(), dx.view.strides());
   if (saved.centered) {

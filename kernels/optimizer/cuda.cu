@@ -191,6 +191,7 @@ __global__ void __launch_bounds__(kBlock, Rule::kBlocksPerMultiprocessor)
 }
 
 __global__ void advance_step_kernel(AdvanceStep p) {
+  if (threadIdx.x != 0) return;
   if (p.skip == nullptr || *p.skip == 0) ++*p.step;
 }
 
@@ -231,7 +232,7 @@ void sgd_step(CUstream_st* stream, const SgdStep& p) {
 }
 
 void advance_step(CUstream_st* stream, const AdvanceStep& p) {
-  launch("advance_step", &advance_step_kernel, LaunchConfig{1, 1, 0, stream}, p);
+  launch("advance_step", &advance_step_kernel, LaunchConfig{1, tessera::cuda::kWarpSize, 0, stream}, p);
 }
 
 }  // namespace tessera::kernels::cuda

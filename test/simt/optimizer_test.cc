@@ -1,0 +1,241 @@
+#include "core/random.h"
+#include "kernels/optimizer/kernel.h"
+#include "test/simt/simt_testing.h"
+
+namespace tessera {
+namespace {
+
+using kernels::AdamWStep;
+using kernels::AdvanceStep;
+using kernels::FlatUpdate;
+using kernels::SgdStep;
+using testing::check_bitwise;
+using testing::check_close;
+using testing::DeviceBuffer;
+using testing::error_of;
+using testing::randn;
+using testing::run_in_all_schedules;
+using testing::tol;
+
+struct Segments {
+  std::vector<int64_t> bounds;
+  std::vector<float> factors;
+};
+
+/// Of every length and at every offset from the 4-element vectors; padding between some of them;
+/// the first ones lie before most pieces, the last ones behind.
+const Segments kSegments = {
+    {0, 1, 1, 6, 6, 6, 8, 40, 41, 43, 44, 1500, 1500, 1501, 1501, 9000, 9003, 9004, 9004, 20000},
+    {1, 1, 2, 0, 1, 1, 0.5f, 1, 1, 2, 1, 0, 3, 1, 1, 1, 2, 2, 0.25f, 1}};
+
+struct Case {
+  DType grad_dtype = kF32, low_dtype = kBF16;
+  int64_t first = 0, numel = 4001, offset = 0;
+  bool has_low = true, has_scale = true;
+  Segments segments = kSegments;
+};
+
+/// Memory of one update; every run starts from the same values.
+class Shard {
+ public:
+  explicit Shard(const Case& c)
+      : case_(c),
+        master_(randn({c.numel}, kF32, 1), c.offset),
+        grad_(randn({c.numel}, c.grad_dtype, 2), c.offset),
+        low_(zeros({c.numel}, c.low_dtype), c.offset),
+        m_(randn({c.numel}, kF32, 3), c.offset),
+        v_(from_values(std::vector<double>(static_cast<size_t>(c.numel), 0.25), {c.numel}),
+           c.offset),
+        bounds_(from_values(std::span<const int64_t>(c.segments.bounds),
+                            {static_cast<int64_t>(c.segments.bounds.size())}, kI64)),
+        factors_(from_values(std::span<const float>(c.segments.factors),
+                             {static_cast<int64_t>(c.segments.factors.size())}, kF32)) {}
+
+  FlatUpdate flat() const {
+    return {.master = master_.as<float>(),
+            .low = case_.has_low ? low_.data() : nullptr,
+            .grad = grad_.data(),
+            .low_dtype = case_.low_dtype,
+            .grad_dtype = case_.grad_dtype,
+            .first = case_.first,
+            .numel = case_.numel,
+            .bounds = bounds_.as<int64_t>(),
+            .factors = factors_.as<float>(),
+            .num_segments = static_cast<int64_t>(case_.segments.bounds.size() / 2),
+            .grad_scale = case_.has_scale ? scale_.as<float>() : nullptr,
+            .skip = skip_.as<uint8_t>(),
+            .lr = 0.01f,
+            .weight_decay = 0.1f};
+  }
+  AdamWStep adamw() const {
+    return {flat(), m_.as<float>(), v_.as<float>(), step_.as<int64_t>(), 0.9, 0.95, 1e-8};
+  }
+  SgdStep sgd(float momentum, bool nesterov) const {
+    return {flat(), momentum == 0 ? nullptr : m_.as<float>(), momentum, nesterov};
+  }
+  void set_skip(uint8_t value) const { *skip_.as<uint8_t>() = value; }
+
+  std::vector<Tensor> state() const {
+    return {master_.tensor(), low_.tensor(), m_.tensor(), v_.tensor()};
+  }
+
+ private:
+  Case case_;
+  DeviceBuffer master_, grad_, low_, m_, v_, bounds_, factors_;
+  DeviceBuffer scale_{from_values({0.5f}, {1})}, step_{from_values({int64_t{3}}, {1})};
+  DeviceBuffer skip_{from_values({0}, {1}, kU8)};
+};
+
+template <class Cpu, class Cuda>
+void check_update(const Case& c, Cpu cpu, Cuda cuda) {
+  INFO(fmt::format("grad {}, low {}, first {}, numel {}, offset {}", c.grad_dtype, c.low_dtype,
+                   c.first, c.numel, c.offset));
+  const Shard reference(c);
+  cpu(reference);
+  const auto expected = reference.state();
+  const auto actual = run_in_all_schedules([&] {
+    const Shard shard(c);
+    cuda(shard);
+    return shard.state();
+  });
+  const char* names[] = {"master", "low", "m", "v"};
+  for (size_t i = 0; i < expected.size(); ++i) {
+    check_close(actual[i], expected[i], tol(expected[i].dtype()), names[i]);
+  }
+}
+
+void check_adamw(const Case& c) {
+  check_update(
+      c, [](const Shard& s) { kernels::cpu::adamw_step(s.adamw()); },
+      [](const Shard& s) { kernels::cuda::adamw_step(nullptr, s.adamw()); });
+}
+
+void check_sgd(const Case& c, float momentum, bool nesterov) {
+  check_update(
+      c, [&](const Shard& s) { kernels::cpu::sgd_step(s.sgd(momentum, nesterov)); },
+      [&](const Shard& s) { kernels::cuda::sgd_step(nullptr, s.sgd(momentum, nesterov)); });
+}
+
+TEST_CASE("simt adamw_step: any gradient and low-precision dtype", "[optimizer][simt]") {
+  for (const DType grad : {kF32, kBF16, kF16}) {
+    for (const DType low : {kF32, kBF16, kF16}) {
+      check_adamw({.grad_dtype = grad, .low_dtype = low, .numel = 1600});
+    }
+  }
+}
+
+TEST_CASE("simt adamw_step: pieces of a shard from any element on", "[optimizer][simt]") {
+  for (const int64_t first : {0, 1, 7, 42, 1499, 8998, 19990}) {
+    check_adamw({.first = first, .numel = 530});
+  }
+  for (const int64_t numel : {1, 3, 4, 5, 1023, 4097}) check_adamw({.numel = numel});
+}
+
+TEST_CASE("simt adamw_step: unaligned memory goes element by element", "[optimizer][simt]") {
+  check_adamw({.numel = 1301, .offset = 1});
+  check_adamw({.grad_dtype = kBF16, .numel = 1301, .offset = 3});
+}
+
+TEST_CASE("simt adamw_step: neither low nor grad_scale is needed", "[optimizer][simt]") {
+  check_adamw({.numel = 900, .has_low = false, .has_scale = false});
+}
+
+TEST_CASE("simt adamw_step: padding is neither read nor written", "[optimizer][simt]") {
+  // Segments only up to 1500 and from 9003: what is behind stays NaN, as DeviceBuffer leaves it.
+  const Case c{.numel = 64, .segments = {{2, 5, 7, 8, 40, 64}, {1, 1, 1, 1, 1, 1}}};
+  const Shard shard(c);
+  const auto before = shard.state();
+  for (const int64_t i : {0, 1, 5, 6, 8, 39}) shard.flat().master[i] = NAN;
+  kernels::cuda::adamw_step(nullptr, shard.adamw());
+  const auto values = shard.state()[0].to_vector(), old = before[0].to_vector();
+  const auto low = shard.state()[1].to_vector();
+  for (size_t i = 0; i < values.size(); ++i) {
+    const bool is_padding = i < 2 || (i >= 5 && i < 7) || (i >= 8 && i < 40);
+    const bool was_poisoned = i < 2 || i == 5 || i == 6 || i == 8 || i == 39;
+    CAPTURE(i);
+    if (was_poisoned) {
+      CHECK(std::isnan(values[i]));
+    } else {
+      CHECK((values[i] == old[i]) == is_padding);
+    }
+    CHECK((low[i] == 0) == is_padding);
+  }
+}
+
+TEST_CASE("simt sgd_step: plain, momentum, Nesterov", "[optimizer][simt]") {
+  for (const DType grad : {kF32, kBF16, kF16}) {
+    check_sgd({.grad_dtype = grad, .numel = 1700}, 0, false);
+    check_sgd({.grad_dtype = grad, .first = 3, .numel = 1700}, 0.9f, false);
+    check_sgd({.grad_dtype = grad, .numel = 1701, .offset = 1}, 0.9f, true);
+  }
+}
+
+TEST_CASE("simt optimizer: skip leaves everything as it was", "[optimizer][simt]") {
+  const Shard shard({.numel = 700});
+  const auto before = shard.state();
+  shard.set_skip(1);
+  kernels::cuda::adamw_step(nullptr, shard.adamw());
+  kernels::cuda::sgd_step(nullptr, shard.sgd(0.9f, false));
+  const auto after = shard.state();
+  for (size_t i = 0; i < before.size(); ++i) check_bitwise(after[i], before[i], "state");
+}
+
+TEST_CASE("simt advance_step: counts unless skipped", "[optimizer][simt]") {
+  const DeviceBuffer step(from_values({int64_t{1} << 40}, {1})), skip(zeros({1}, kU8));
+  const AdvanceStep args{step.as<int64_t>(), skip.as<uint8_t>()};
+  kernels::cuda::advance_step(nullptr, args);
+  CHECK(*step.as<int64_t>() == (int64_t{1} << 40) + 1);
+  *skip.as<uint8_t>() = 1;
+  kernels::cuda::advance_step(nullptr, args);
+  CHECK(*step.as<int64_t>() == (int64_t{1} << 40) + 1);
+  kernels::cuda::advance_step(nullptr, {step.as<int64_t>(), nullptr});
+  CHECK(*step.as<int64_t>() == (int64_t{1} << 40) + 2);
+}
+
+TEST_CASE("simt optimizer: nothing to update launches nothing, f64 is refused",
+          "[optimizer][simt]") {
+  const Shard shard({.numel = 16});
+  AdamWStep args = shard.adamw();
+  args.numel = 0;
+  kernels::cuda::adamw_step(nullptr, args);
+  args = shard.adamw();
+  args.num_segments = 0;
+  kernels::cuda::adamw_step(nullptr, args);
+  args = shard.adamw();
+  args.grad_dtype = kF64;
+  CHECK_THAT(error_of([&] { kernels::cuda::adamw_step(nullptr, args); }),
+             Catch::Matchers::Contains("adamw_step: no CUDA kernel for dtype f64"));
+  args = shard.adamw();
+  args.low_dtype = kF64;
+  CHECK_THAT(error_of([&] { kernels::cuda::adamw_step(nullptr, args); }),
+             Catch::Matchers::Contains("adamw_step: no CUDA kernel for dtype f64"));
+}
+
+TEST_CASE("simt optimizer: first and last block of a shard above 2^32 bytes", "[optimizer][simt]") {
+  // Two segments of one element: what the grid strides over between them is padding.
+  const simt::OnlyBlocks ends({0, -1});
+  const int64_t numel = (int64_t{1} << 30) + 5;  // of f32; block 0 has the last vector too
+  const simt::ReservedBuffer master(numel * 4), grad(numel * 2), m(numel * 4), v(numel * 4),
+      low(numel * 2);
+  const DeviceBuffer bounds(from_values({int64_t{0}, int64_t{1}, numel - 1, numel}, {4})),
+      factors(from_values({1.0f, 1.0f, 1.0f, 1.0f}, {4})), step(from_values({int64_t{1}}, {1}));
+  for (const int64_t i : {int64_t{0}, numel - 1}) {
+    master.as<float>()[i] = 1;
+    grad.as<BFloat16>()[i] = BFloat16(1.0f);
+  }
+  AdamWStep args{};
+  args.master = master.as<float>(), args.low = low.data(), args.grad = grad.data();
+  args.low_dtype = args.grad_dtype = kBF16, args.numel = numel;
+  args.bounds = bounds.as<int64_t>(), args.factors = factors.as<float>(), args.num_segments = 2;
+  args.exp_avg = m.as<float>(), args.exp_avg_sq = v.as<float>();
+  args.step = step.as<int64_t>(), args.lr = 0.5f;
+  args.beta1 = 0.9, args.beta2 = 0.999, args.eps = 1e-8;
+  kernels::cuda::adamw_step(nullptr, args);
+  for (const int64_t i : {int64_t{0}, numel - 1}) {
+    CHECK(std::abs(master.as<float>()[i] - 0.5f) < 1e-6f);
+    CHECK(static_cast<float>(low.as<BFloat16>()[i]) == 0.5f);
+  }
+}
+
+}  // namespace
+}  // namespace tessera
