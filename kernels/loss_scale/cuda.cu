@@ -40,11 +40,13 @@ __global__ void update_loss_scale_kernel(UpdateLossScale p) {
 }  // namespace
 
 void unscale_norm(CUstream_st* stream, const UnscaleNorm& p) {
-  launch("unscale_norm", &unscale_norm_kernel, LaunchConfig{1, tessera::cuda::kWarpSize, 0, stream}, p);
+  launch("unscale_norm", &unscale_norm_kernel, LaunchConfig{1, tessera::cuda::kWarpSize, 0, stream},
+         p);
 }
 
 void update_loss_scale(CUstream_st* stream, const UpdateLossScale& p) {
-  launch("update_loss_scale", &update_loss_scale_kernel, LaunchConfig{1, tessera::cuda::kWarpSize, 0, stream}, p);
+  launch("update_loss_scale", &update_loss_scale_kernel,
+         LaunchConfig{1, tessera::cuda::kWarpSize, 0, stream}, p);
 }
 
 }  // namespace tessera::kernels::cuda

@@ -232,7 +232,8 @@ void sgd_step(CUstream_st* stream, const SgdStep& p) {
 }
 
 void advance_step(CUstream_st* stream, const AdvanceStep& p) {
-  launch("advance_step", &advance_step_kernel, LaunchConfig{1, tessera::cuda::kWarpSize, 0, stream}, p);
+  launch("advance_step", &advance_step_kernel, LaunchConfig{1, tessera::cuda::kWarpSize, 0, stream},
+         p);
 }
 
 }  // namespace tessera::kernels::cuda
