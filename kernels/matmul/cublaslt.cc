@@ -6,6 +6,7 @@
 #include <cuda_runtime_api.h>
 #if !defined(TESSERA_SIMT)
 #include <dlfcn.h>
+#include <nvtx3/nvToolsExt.h>
 #endif
 #endif
 
@@ -46,6 +47,18 @@ struct Api {
   decltype(&cublasLtMatmulPreferenceDestroy) preference_destroy;
   decltype(&cublasLtMatmulAlgoGetHeuristic) heuristic;
   decltype(&cublasLtMatmul) matmul;
+};
+
+/// A range in profilers, as kernels of our own have.
+struct NvtxRange {
+#if !defined(TESSERA_SIMT)
+  NvtxRange() {
+    nvtxRangePushA("matmul");
+  }
+  ~NvtxRange() {
+    nvtxRangePop();
+  }
+#endif
 };
 
 struct Library {
@@ -375,6 +388,7 @@ void cublaslt_matmul(CUstream_st* stream, const Matmul& p) {
                    p.workspace_nbytes);
   set_pointers(plan.desc, p);
   const float alpha = 1, beta = has_beta(p) ? 1 : 0;
+  [[maybe_unused]] const NvtxRange range;
   const cublasStatus_t status =
       api().matmul(handle_of(state(), device), plan.desc, &alpha, p.b, plan.a, p.a, plan.b, &beta,
                    added_to(p), plan.c, p.c, plan.d, &plan.algo, p.workspace,

@@ -11,7 +11,8 @@
 //   Grads    written into their destinations by the product itself, adding where that is asked; a
 //            parameter's gradient comes in its own dtype, so an f32 gradient of bf16 operands is
 //            not rounded on the way
-//   Bits     the same for any number of threads; rows of `linear` do not depend on other rows
+//   Bits     the same for any number of threads; rows of `linear` do not depend on other rows, but
+//            by cuBLASLt (backend.h), whose order of sums depends on the shape
 //   Streams  current stream; never synchronizes
 
 namespace tessera {

@@ -173,6 +173,16 @@ TEST_CASE("simt embedding: first and last block above 2^32 bytes", "[embedding][
       nullptr, {y.data(), ids.data(), weight.data(), kBF16, kI32, rows, cols, vocab});
   CHECK(y.as<uint16_t>()[cols - 1] == 5);
   CHECK(y.as<uint16_t>()[rows * cols - 1] == 6);
+  // Two positions add into the last row of dw.
+  const simt::ReservedBuffer order(order_numel(vocab, 2) * 4);
+  const simt::ReservedBuffer& dw = weight;
+  const simt::ReservedBuffer far_ids(2 * 4);
+  far_ids.as<int32_t>()[0] = far_ids.as<int32_t>()[1] = static_cast<int32_t>(vocab - 1);
+  y.as<uint16_t>()[cols - 1] = BFloat16(1.5f).bits;
+  y.as<uint16_t>()[2 * cols - 1] = BFloat16(2.0f).bits;
+  kernels::cuda::embedding_bwd(nullptr, {dw.data(), order.as<int32_t>(), y.data(), far_ids.data(),
+                                         kBF16, kBF16, kI32, 2, cols, vocab, cols, false});
+  CHECK(dw.as<uint16_t>()[vocab * cols - 1] == BFloat16(3.5f).bits);
 }
 
 }  // namespace

@@ -235,6 +235,33 @@ TEST_CASE("simt matmul: the rows of a product do not depend on each other", "[ma
   for (int64_t i = 0; i < n; ++i) CHECK(one.as<float>()[i] == all.as<float>()[137 * n + i]);
 }
 
+TEST_CASE("simt matmul: no bank conflicts in any transpose", "[matmul][simt]") {
+  const OwnBackend own;
+  const DeviceBuffer a(randn({128, 128}, kBF16, 1)), b(randn({128, 128}, kBF16, 2));
+  const DeviceBuffer c({128, 128}, kBF16);
+  for (const bool trans_a : {false, true}) {
+    for (const bool trans_b : {false, true}) {
+      const simt::MatrixLoads loads;
+      kernels::cuda::matmul(nullptr, {.c = c.data(),
+                                      .a = a.data(),
+                                      .b = b.data(),
+                                      .dtype = kBF16,
+                                      .c_dtype = kBF16,
+                                      .trans_a = trans_a,
+                                      .trans_b = trans_b,
+                                      .m = 128,
+                                      .n = 128,
+                                      .k = 128,
+                                      .lda = 128,
+                                      .ldb = 128,
+                                      .ldc = 128});
+      // 8 steps of 16 x 8 warps x (4 fragments of a + 2 double ones of b) x 4 matrices.
+      CHECK(loads.num_reads() == 8 * 8 * (4 + 2) * 4);
+      CHECK(loads.num_conflicts() == 0);
+    }
+  }
+}
+
 TEST_CASE("simt matmul: a block for each tile of each batch, on grid.x", "[matmul][simt]") {
   Matmul p{};
   p.dtype = p.c_dtype = p.bias_dtype = kBF16;
