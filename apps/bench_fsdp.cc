@@ -125,7 +125,8 @@ std::vector<Interval> transfers(const std::vector<TraceEvent>& events, std::stri
   std::map<int, size_t> num_seen;  // by stream: one a rank, each with the same collectives
   std::vector<Interval> all;
   for (const TraceEvent& e : events) {
-    if (e.name != name || compute_ids.count(e.stream_id) != 0) continue;
+    if (!std::string_view(e.name).starts_with(name) || compute_ids.count(e.stream_id) != 0)
+      continue;
     const size_t i = num_seen[e.stream_id]++;
     if (i == all.size()) all.push_back({e.begin_ns, e.end_ns});
     all[i] = {std::max(all[i].begin, e.begin_ns), std::max(all[i].end, e.end_ns)};

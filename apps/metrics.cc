@@ -60,6 +60,10 @@ std::string to_json(const StepMetrics& m) {
   if (m.skipped) object["skipped"] = *m.skipped;
   if (m.exposed_gather_ms) object["exposed_gather_ms"] = *m.exposed_gather_ms;
   if (m.exposed_reduce_ms) object["exposed_reduce_ms"] = *m.exposed_reduce_ms;
+  for (const StepMetrics::ExposedUnit& u : m.exposed_units) {
+    object["exposed_units"].push_back(
+        {{"unit", u.unit}, {"gather_ms", u.gather_ms}, {"reduce_ms", u.reduce_ms}});
+  }
   if (m.val_loss) object["val_loss"] = *m.val_loss;
   return object.dump();
 }
@@ -71,6 +75,10 @@ std::string to_line(const StepMetrics& m, int64_t num_steps) {
       total.size(), total, m.loss, m.grad_norm, m.lr, rate_text(m.tokens_per_second),
       static_cast<double>(m.peak_bytes) / (1 << 30));
   if (m.mfu) line += fmt::format("  mfu {:.1f}%", *m.mfu * 100);
+  if (m.exposed_gather_ms && m.exposed_reduce_ms && m.step_ms > 0) {
+    const double exposed_ms = *m.exposed_gather_ms + *m.exposed_reduce_ms;
+    line += fmt::format("  exposed {:.1f}%", exposed_ms / m.step_ms * 100);
+  }
   if (m.loss_scale) line += fmt::format("  loss_scale {:g}", *m.loss_scale);
   if (m.skipped.value_or(0) > 0) line += fmt::format("  skipped {}", *m.skipped);
   if (m.val_loss) line += fmt::format("  val_loss {:.4f}", *m.val_loss);

@@ -6,6 +6,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 // What a run tells: a line a step, a progress bar on a terminal, `metrics.jsonl` and `status.json`
 // in the output directory. One rank writes them.
@@ -26,6 +27,11 @@ struct StepMetrics {
   std::optional<int64_t> skipped;    ///< steps that changed nothing so far, where they may
   /// How long compute waited for gathers and reduces in this step, milliseconds of this rank.
   std::optional<double> exposed_gather_ms, exposed_reduce_ms;
+  struct ExposedUnit {
+    std::string unit;
+    double gather_ms = 0, reduce_ms = 0;
+  };
+  std::vector<ExposedUnit> exposed_units;  ///< waited for longest, with `debug.exposed_units`
   std::optional<double> val_loss;
 };
 

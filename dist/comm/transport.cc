@@ -1,5 +1,8 @@
 #include "dist/comm/transport.h"
 
+#include <map>
+#include <mutex>
+
 #include "core/random.h"
 #include "core/runtime/context.h"
 
@@ -9,6 +12,17 @@ namespace {
 
 int64_t nbytes_of(int64_t numel, DType dtype) {
   return numel * static_cast<int64_t>(size_of(dtype));
+}
+
+/// "all_gather blocks.3": what a timeline shows. Lives for ever.
+const char* trace_name(const char* op, const char* unit) {
+  if (*unit == '\0') return op;
+  static std::mutex mutex;
+  static auto* names = new std::map<std::pair<std::string, std::string>, std::string>;
+  const std::lock_guard lock(mutex);
+  std::string& name = (*names)[{op, unit}];
+  if (name.empty()) name = fmt::format("{} {}", op, unit);
+  return name.c_str();
 }
 
 }  // namespace
@@ -41,11 +55,12 @@ void HostComm::enqueue(const Stream& stream, const char* op, int64_t nbytes,
   }
   stream.declare(op, cost);
   const CallTag tag(next_sequence_++, op, info);
-  stream.submit(op, [transport = transport_, log = log_, tag, nbytes, info, call] {
-    const CollectiveScope scope(*log, tag.op, info, nbytes);
-    transport->set_tag(tag);
-    call(*transport);
-  });
+  stream.submit(trace_name(op, info.unit),
+                [transport = transport_, log = log_, tag, nbytes, info, call] {
+                  const CollectiveScope scope(*log, tag.op, info, nbytes);
+                  transport->set_tag(tag);
+                  call(*transport);
+                });
 }
 
 void HostComm::all_gather(const Stream& stream, void* full, const void* shard, int64_t shard_numel,

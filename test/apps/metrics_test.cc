@@ -82,6 +82,11 @@ TEST_CASE("metrics: the printed line", "[metrics]") {
   CHECK(to_line(m, 100).ends_with("peak 0.12 GiB  loss_scale 32768"));
   m.skipped = 3;
   CHECK(to_line(m, 100).ends_with("peak 0.12 GiB  loss_scale 32768  skipped 3"));
+  m = example();
+  m.step_ms = 200;
+  m.exposed_gather_ms = 4;
+  m.exposed_reduce_ms = 2;
+  CHECK(to_line(m, 100).ends_with("peak 0.12 GiB  exposed 3.0%"));
 }
 
 TEST_CASE("metrics: the progress bar keeps its width", "[metrics]") {

@@ -251,8 +251,9 @@ TEST_CASE("trainer: strategies, wrappings and recompute policies give the same b
 
 TEST_CASE("trainer: the timeline and what compute waited for are written", "[trainer]") {
   const TempDir dir;
-  const Config config = small_config(dir, {"--train.steps=6", "--debug.trace=" + dir / "trace.json",
-                                           "--debug.trace_from=2", "--debug.trace_steps=2"});
+  const Config config = small_config(
+      dir, {"--train.steps=6", "--debug.trace=" + dir / "trace.json", "--debug.trace_from=2",
+            "--debug.trace_steps=2", "--debug.exposed_units=2"});
   dist::run_ranks(2, [&](dist::World& world) { train(config, world); });
   for (const char* name : {"trace.json", "trace.json.1"}) {
     const auto trace = nlohmann::json::parse(read_file(dir / name));
@@ -262,14 +263,21 @@ TEST_CASE("trainer: the timeline and what compute waited for are written", "[tra
       if (event["name"] == "thread_name") ++rows[event["args"]["name"].get<std::string>()];
     }
     CAPTURE(name);
-    CHECK(tasks["all_gather"] > 0);
-    CHECK(tasks["reduce_scatter"] > 0);
+    CHECK(tasks["all_gather blocks.0"] > 0);
+    CHECK(tasks["reduce_scatter embedding"] > 0);
     CHECK(tasks["matmul"] > 0);
     for (const char* stream : {"compute", "all_gather", "reduce_scatter"}) CHECK(rows[stream] > 0);
   }
   for (const auto& step : read_metrics(dir)) {
     CHECK(step["exposed_gather_ms"].get<double>() >= 0);
     CHECK(step["exposed_reduce_ms"].get<double>() >= 0);
+    const auto& units = step["exposed_units"];
+    REQUIRE(units.size() == 2);
+    const auto waited = [](const auto& u) {
+      return u["gather_ms"].template get<double>() + u["reduce_ms"].template get<double>();
+    };
+    CHECK(waited(units[0]) >= waited(units[1]));
+    CHECK(units[0]["unit"] != units[1]["unit"]);
   }
   CHECK(read_metrics(dir).size() == 6);
 }

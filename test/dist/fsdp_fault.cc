@@ -1,6 +1,11 @@
 // fsdp_fault CASE: a training whose last rank fails in one way; run and judged by fsdp_faults.sh.
 
+#include <fmt/format.h>
 #include <signal.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <thread>
 
 #include "core/autograd.h"
 #include "core/runtime/context.h"
@@ -43,14 +48,27 @@ int run(World& world, const std::string& name) {
   options.wrap = wrap::by_class<nn::Linear>();
   const auto fsdp = fully_shard(net, world, options);
   fsdp->initialize(1);
-  if (name == "kill") signal(SIGTERM, [](int) { Watchdog::notify_terminate(); });
+  if (name == "kill") {
+    signal(SIGTERM, [](int) {
+      const char text[] = "SIGTERM now\n";
+      if (write(STDERR_FILENO, text, sizeof text - 1) < 0) return;
+      Watchdog::notify_terminate();
+    });
+  }
   for (int step = 0; step < 4; ++step) {
     const bool is_now = is_last && step == (name == "swap0" ? 0 : 2);
     const bool swapped = is_now && (name == "swap0" || name == "swap2");
     const Tensor y = net.forward(full({4, kWidth}, 0.1), swapped, [&] {
       if (!is_now) return;
       if (name == "stop") raise(SIGSTOP);
-      if (name == "kill") raise(SIGKILL);
+      if (name == "kill") {
+        // The others are in the gathers that follow, or soon will be.
+        std::this_thread::sleep_for(std::chrono::milliseconds(100));
+        fmt::print(stderr, "killed now\n");
+        std::fflush(stderr);
+        std::this_thread::sleep_for(std::chrono::milliseconds(50));  // mpirun passes the line on
+        raise(SIGKILL);
+      }
       if (name == "throw") throw InputError("tokens.bin: truncated");
     });
     backward(sum(y));

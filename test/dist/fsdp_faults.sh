@@ -49,6 +49,39 @@ check kill 2 any 5 "rank 0: terminated while all_gather $late was in flight"
 check kill 4 any 5 "rank 0: terminated while all_gather $late was in flight" \
   "rank 2: terminated while all_gather $late was in flight"
 check throw 3 3 8 "\[rank 2\] error: tokens.bin: truncated"
+# kill_in_time NUM_RANKS: after kill -9 of the last rank amid a gather, mpirun ends within 5 s, and
+# each survivor has printed its line within 0.5 s of its SIGTERM.
+kill_in_time() {
+  local num_ranks=$1 output status problem="" line rank end_ms killed_ms="" term_ms="" line_ms
+  output=$(
+    {
+      timeout 60 bash "$mpirun" "$num_ranks" "$program" kill 2>&1
+      echo "status $?"
+    } | while IFS= read -r line; do echo "$((${EPOCHREALTIME/./} / 1000)) $line"; done
+  )
+  end_ms=$((${EPOCHREALTIME/./} / 1000))
+  while read -r line_ms line; do
+    case $line in
+    *"killed now"*) killed_ms=$line_ms ;;
+    *"SIGTERM now"*) [ -n "$term_ms" ] || term_ms=$line_ms ;;
+    esac
+  done <<<"$output"
+  status=$(sed -n 's/.* status //p' <<<"$output")
+  [ "$status" != 0 ] || problem="status 0"
+  [ $((end_ms - killed_ms)) -le 5000 ] || problem="$problem, ended after $((end_ms - killed_ms)) ms"
+  for rank in $(seq 0 $((num_ranks - 2))); do
+    line_ms=$(sed -n "s/^\([0-9]*\) .*rank $rank: terminated while .*/\1/p" <<<"$output" | head -1)
+    if [ -z "$line_ms" ]; then
+      problem="$problem, no line of rank $rank"
+    elif [ $((line_ms - term_ms)) -gt 500 ]; then
+      problem="$problem, rank $rank took $((line_ms - term_ms)) ms from SIGTERM to its line"
+    fi
+  done
+  report "kill -9, lines of survivors in time, on $num_ranks ranks" "$problem" \
+    "$(((end_ms - killed_ms) / 1000))" "$output"
+}
+kill_in_time 2
+kill_in_time 4
 # Who is about to issue something else is named before anybody hangs.
 check swap0 2 6 8 "rank 0 \"gather_[a-z]+ blocks\.[0-9] .*rank 1 \"gather_[a-z]+ blocks\.[0-9]"
 check bytes 3 6 8 \

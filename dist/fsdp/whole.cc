@@ -1,0 +1,128 @@
+// The parameters as a whole: values, names, and what is said about them.
+#include "dist/fsdp/schedule.h"
+
+namespace tessera::dist {
+
+void Scheduler::initialize(uint64_t seed) {
+  for (const std::string& name : deferred_ignored_) {
+    const nn::Parameter& p = root_->parameter(name);
+    nn::fill_init(p.tensor, p.init, seed, name);
+  }
+  for (const auto& unit : units_) {
+    for (Group& g : unit->groups()) {
+      const Tensor& target = g.master.is_defined() ? g.master : g.shard;
+      const int64_t begin = lanes_.shard_rank * g.shard_numel, end = begin + g.shard_numel;
+      for (const Placement& p : g.layout.placements) {
+        const int64_t from = std::max(begin, p.begin), to = std::min(end, p.begin + p.numel);
+        if (from >= to) continue;
+        nn::fill_init(target.narrow(0, from - begin, to - from), p.parameter->init, seed, p.name,
+                      from - p.begin);
+      }
+      if (target.impl() != g.shard.impl()) g.shard.copy_(target);
+    }
+    unit->invalidate();
+  }
+  shards_ready_ = lanes_.compute.record();
+}
+
+void Scheduler::load_full(const std::function<Tensor(const std::string&)>& values) {
+  NoGrad no_grad;
+  for (const auto& unit : units_) {
+    for (Group& g : unit->groups()) {
+      const Tensor& target = g.master.is_defined() ? g.master : g.shard;
+      const int64_t begin = lanes_.shard_rank * g.shard_numel, end = begin + g.shard_numel;
+      for (const Placement& p : g.layout.placements) {
+        const Tensor value = values(p.name);
+        TESSERA_CHECK_EQ(value.shape(), p.shape, "load_full: {}", p.name);
+        const int64_t from = std::max(begin, p.begin), to = std::min(end, p.begin + p.numel);
+        if (from >= to) continue;
+        target.narrow(0, from - begin, to - from)
+            .copy_(value.contiguous().view({p.numel}).narrow(0, from - p.begin, to - from));
+      }
+    }
+  }
+  shards_changed();
+}
+
+void Scheduler::shards_changed() {
+  NoGrad no_grad;
+  for (const auto& unit : units_) {
+    for (Group& g : unit->groups()) {
+      if (g.master.is_defined() && g.master.impl() != g.shard.impl()) g.shard.copy_(g.master);
+    }
+    unit->invalidate();
+  }
+  shards_ready_ = lanes_.compute.record();
+}
+
+void Scheduler::for_each_full(Fsdp::State state,
+                              const std::function<void(const std::string&, const Tensor&)>& f) {
+  NoGrad no_grad;
+  for (const auto& unit : units_) {
+    for (Group& g : unit->groups()) {
+      const bool is_gradient = state == Fsdp::State::kGradient;
+      if (is_gradient && !g.layout.is_trainable) continue;
+      Tensor shard = is_gradient             ? g.home_of_grad()
+                     : g.master.is_defined() ? g.master
+                                             : g.shard.to(kF32);
+      Tensor full = shard;
+      if (lanes_.shard_size > 1) {
+        full = empty({g.layout.numel}, kF32);
+        if (lanes_.offloader != nullptr) {  // sent from device memory
+          Tensor place = full.narrow(0, lanes_.shard_rank * g.shard_numel, g.shard_numel);
+          shard = place.copy_(shard);
+        }
+        lanes_.wait(lanes_.all_gather, lanes_.compute.record(), WaitPoint::kFullReady);
+        lanes_.gather_comm->all_gather(lanes_.all_gather, full.raw_data(), shard.raw_data(),
+                                       g.shard_numel, kF32,
+                                       {"gather_full", intern(unit->name()), step_});
+        lanes_.wait(lanes_.compute, lanes_.all_gather.record(), WaitPoint::kFullGathered);
+      }
+      for (const Placement& p : g.layout.placements) {
+        f(p.name, full.narrow(0, p.begin, p.numel).view(p.shape));
+      }
+    }
+  }
+}
+
+// ---- descriptions
+
+std::string Scheduler::unit_of(const nn::Module& module) const {
+  for (const auto& [m, name] : unit_of_module_) {
+    if (m == &module) return name;
+  }
+  return "";
+}
+
+std::string Scheduler::summary() const {
+  int64_t parameters = 0, largest = 0;
+  for (const auto& u : units_) {
+    parameters += u->num_parameters();
+    largest = std::max(largest, u->num_parameters());
+  }
+  std::string slots;
+  for (const auto& pool : pools_) {
+    slots += fmt::format("{}{} x {}", slots.empty() ? "" : ", ", pool->num_slots(),
+                         format_nbytes(pool->nbytes()));
+  }
+  return fmt::format(
+      "{} units, {:.2f} M parameters, the largest unit {:.2f} M; {} over {} ranks "
+      "(shard group {}, replicas {}); slots {}",
+      units_.size(), static_cast<double>(parameters) * 1e-6, static_cast<double>(largest) * 1e-6,
+      name_of(options_.strategy), world_.world_size(), lanes_.shard_size, lanes_.replicate_size,
+      slots.empty() ? "none" : slots);
+}
+
+std::shared_ptr<const ExposedTimes> Scheduler::exposed_times() {
+  auto times = std::make_shared<ExposedTimes>();
+  for (const auto& unit : units_) times->entries.push_back({unit->name(), {}});
+  if (lanes_.compute.device().type != DeviceType::kCpu) return times;
+  lanes_.compute.submit("exposed_times", [this, times] {
+    for (size_t i = 0; i < units_.size(); ++i) {
+      times->entries[i].time = std::exchange(units_[i]->exposed_time, {});
+    }
+  });
+  return times;
+}
+
+}  // namespace tessera::dist
