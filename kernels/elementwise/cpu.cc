@@ -1,4 +1,3 @@
-#include "core/runtime/cpu/math.h"
 #include "kernels/elementwise/activation.h"
 #include "kernels/elementwise/kernel.h"
 #include "kernels/elementwise/row_io.h"
@@ -74,100 +73,92 @@ void binary(const Binary& p) {
 }
 
 void scale(const Scale& p) {
-  visit_compute_type(p.dtype, [&](auto tag) {
-    using C = typename decltype(tag)::type;
-    const C factor = static_cast<C>(p.factor);
-    for_pieces(p.rows, p.cols, [&](int64_t row, int64_t begin, int64_t end) {
-      C x_buffer[kPieceCols], out_buffer[kPieceCols];
-      const int64_t count = end - begin, dst_at = row * p.dst_stride + begin;
-      const C* x = load_piece(x_buffer, p.x, p.dtype, row * p.x_stride + begin, 1, count);
-      C* out = piece_target(out_buffer, p.dst, p.dst_dtype, dst_at, 1, p.accumulate);
-#pragma omp simd
-      for (int64_t i = 0; i < count; ++i) out[i] = factor * x[i];
-      store_piece(p.dst, p.dst_dtype, dst_at, 1, out, count, p.accumulate);
-    });
+  visit_float(p.dtype, "scale", [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const auto factor = static_cast<ComputeType<T>>(p.factor);
+    map_rows<T>(
+        p.rows, p.cols, {p.dst, p.dst_dtype, p.dst_stride, p.accumulate},
+        [=](Lanes<T> x) { return factor * x; }, RowsIn{p.x, p.x_stride});
   });
 }
 
 void activation_fwd(const ActivationFwd& p) {
-  visit_compute_type(p.dtype, [&](auto tag) {
-    using C = typename decltype(tag)::type;
+  visit_float(p.dtype, "activation_fwd", [&](auto tag) {
+    using T = typename decltype(tag)::type;
     visit_activation(p.activation, [&](auto function) {
       using Function = decltype(function);
-      for_pieces(p.rows, p.cols, [&](int64_t row, int64_t begin, int64_t end) {
-        C x_buffer[kPieceCols], y_buffer[kPieceCols];
-        const int64_t count = end - begin, y_at = row * p.cols + begin;
-        const C* x = load_piece(x_buffer, p.x, p.dtype, row * p.x_stride + begin, 1, count);
-        C* y = piece_target(y_buffer, p.y, p.dtype, y_at, 1, false);
-#pragma omp simd
-        for (int64_t i = 0; i < count; ++i) y[i] = Function::value(x[i]);
-        store_piece(p.y, p.dtype, y_at, 1, y, count, false);
-      });
+      map_rows<T>(
+          p.rows, p.cols, {p.y, p.dtype, p.cols},
+          [](Lanes<T> x) { return Function::template value<T>(x); }, RowsIn{p.x, p.x_stride});
     });
   });
 }
 
 void activation_bwd(const ActivationBwd& p) {
-  visit_compute_type(p.dtype, [&](auto tag) {
-    using C = typename decltype(tag)::type;
+  visit_float(p.dtype, "activation_bwd", [&](auto tag) {
+    using T = typename decltype(tag)::type;
     visit_activation(p.activation, [&](auto function) {
       using Function = decltype(function);
-      for_pieces(p.rows, p.cols, [&](int64_t row, int64_t begin, int64_t end) {
-        C x_buffer[kPieceCols], dy_buffer[kPieceCols], dx_buffer[kPieceCols];
-        const int64_t count = end - begin, dx_at = row * p.dx_stride + begin;
-        const C* x = load_piece(x_buffer, p.x, p.dtype, row * p.x_stride + begin, 1, count);
-        const C* dy = load_piece(dy_buffer, p.dy, p.dtype, row * p.dy_stride + begin, 1, count);
-        C* dx = piece_target(dx_buffer, p.dx, p.dx_dtype, dx_at, 1, p.accumulate);
-#pragma omp simd
-        for (int64_t i = 0; i < count; ++i) dx[i] = dy[i] * Function::derivative(x[i]);
-        store_piece(p.dx, p.dx_dtype, dx_at, 1, dx, count, p.accumulate);
-      });
+      map_rows<T>(
+          p.rows, p.cols, {p.dx, p.dx_dtype, p.dx_stride, p.accumulate},
+          [](Lanes<T> x, Lanes<T> dy) { return dy * Function::template derivative<T>(x); },
+          RowsIn{p.x, p.x_stride}, RowsIn{p.dy, p.dy_stride});
     });
   });
 }
 
 void swiglu_fwd(const SwigluFwd& p) {
-  visit_compute_type(p.dtype, [&](auto tag) {
-    using C = typename decltype(tag)::type;
-    for_pieces(p.rows, p.cols, [&](int64_t row, int64_t begin, int64_t end) {
-      C gate_buffer[kPieceCols], up_buffer[kPieceCols], y_buffer[kPieceCols];
-      const int64_t count = end - begin, y_at = row * p.cols + begin;
-      const C* gate =
-          load_piece(gate_buffer, p.gate, p.dtype, row * p.gate_stride + begin, 1, count);
-      const C* up = load_piece(up_buffer, p.up, p.dtype, row * p.up_stride + begin, 1, count);
-      C* y = piece_target(y_buffer, p.y, p.dtype, y_at, 1, false);
-#pragma omp simd
-      for (int64_t i = 0; i < count; ++i) y[i] = Silu::value(gate[i]) * up[i];
-      store_piece(p.y, p.dtype, y_at, 1, y, count, false);
-    });
+  visit_float(p.dtype, "swiglu_fwd", [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    map_rows<T>(
+        p.rows, p.cols, {p.y, p.dtype, p.cols},
+        [](Lanes<T> gate, Lanes<T> up) { return Silu::value<T>(gate) * up; },
+        RowsIn{p.gate, p.gate_stride}, RowsIn{p.up, p.up_stride});
   });
 }
 
+namespace {
+
+/// One piece of gradients of T's compute type, or of T itself: they share the sigmoid.
+template <class T, class D>
+void swiglu_bwd_piece(D* dgate, D* dup, const T* dy, const T* gate, const T* up, int64_t count) {
+  using C = ComputeType<T>;
+  tessera::cpu::for_lanes<C>(count, [=](int64_t i, auto lanes) {
+    const Lanes<T> g = tessera::cpu::load_lanes<C>(gate + i, lanes);
+    const Lanes<T> d = tessera::cpu::load_lanes<C>(dy + i, lanes);
+    const Lanes<T> u = tessera::cpu::load_lanes<C>(up + i, lanes);
+    const Logistic<T> s(g * C(Logistic<T>::kUnit));
+    const Lanes<T> scaled = d * s.value;
+    tessera::cpu::store_lanes<C>(dgate + i, scaled * u * (C(1) + g * s.complement), lanes);
+    tessera::cpu::store_lanes<C>(dup + i, scaled * g, lanes);
+  });
+}
+
+}  // namespace
+
 void swiglu_bwd(const SwigluBwd& p) {
-  visit_compute_type(p.dtype, [&](auto tag) {
-    using C = typename decltype(tag)::type;
+  visit_float(p.dtype, "swiglu_bwd", [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    using C = ComputeType<T>;
+    const bool direct = p.dgate != nullptr && p.dup != nullptr && p.dgate_dtype == p.dtype &&
+                        p.dup_dtype == p.dtype && !p.accumulate_dgate && !p.accumulate_dup;
     for_pieces(p.rows, p.cols, [&](int64_t row, int64_t begin, int64_t end) {
-      C gate_buffer[kPieceCols], up_buffer[kPieceCols], dy_buffer[kPieceCols],
-          dgate_buffer[kPieceCols], dup_buffer[kPieceCols];
-      const int64_t count = end - begin;
-      const C* gate =
-          load_piece(gate_buffer, p.gate, p.dtype, row * p.gate_stride + begin, 1, count);
-      const C* up = load_piece(up_buffer, p.up, p.dtype, row * p.up_stride + begin, 1, count);
-      const C* dy = load_piece(dy_buffer, p.dy, p.dtype, row * p.dy_stride + begin, 1, count);
-      // One pass for both: they share the sigmoid, which is most of the work.
-#pragma omp simd
-      for (int64_t i = 0; i < count; ++i) {
-        const Logistic<C> s(gate[i]);
-        dgate_buffer[i] = dy[i] * up[i] * (s.value * (C(1) + gate[i] * s.complement));
-        dup_buffer[i] = dy[i] * (gate[i] * s.value);
+      const int64_t count = end - begin, dgate_at = row * p.dgate_stride + begin,
+                    dup_at = row * p.dup_stride + begin;
+      const T* dy = static_cast<const T*>(p.dy) + row * p.dy_stride + begin;
+      const T* gate = static_cast<const T*>(p.gate) + row * p.gate_stride + begin;
+      const T* up = static_cast<const T*>(p.up) + row * p.up_stride + begin;
+      if (direct) {
+        return swiglu_bwd_piece(static_cast<T*>(p.dgate) + dgate_at,
+                                static_cast<T*>(p.dup) + dup_at, dy, gate, up, count);
       }
+      C dgate[kPieceCols], dup[kPieceCols];
+      swiglu_bwd_piece(dgate, dup, dy, gate, up, count);
       if (p.dgate != nullptr) {
-        store_piece(p.dgate, p.dgate_dtype, row * p.dgate_stride + begin, 1, dgate_buffer, count,
-                    p.accumulate_dgate);
+        store_piece(p.dgate, p.dgate_dtype, dgate_at, 1, dgate, count, p.accumulate_dgate);
       }
       if (p.dup != nullptr) {
-        store_piece(p.dup, p.dup_dtype, row * p.dup_stride + begin, 1, dup_buffer, count,
-                    p.accumulate_dup);
+        store_piece(p.dup, p.dup_dtype, dup_at, 1, dup, count, p.accumulate_dup);
       }
     });
   });

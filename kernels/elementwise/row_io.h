@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "core/dtype.h"
+#include "core/runtime/cpu/lanes.h"
 #include "core/runtime/cpu/parallel.h"
 
 // Pieces of rows in and out of CPU kernels. A kernel is written once for its compute type C (f32 or
@@ -46,29 +47,17 @@ void visit_compute_type(DType dtype, F&& f) {
 /// out[i] = in[i] for contiguous elements, rounding once.
 template <class To, class From>
 void convert_piece(To* out, const From* in, int64_t count) {
-  int64_t i = 0;
-#if defined(__F16C__)  // compilers do not vectorize the scalar conversion
-  if constexpr (std::is_same_v<From, Float16> && std::is_same_v<To, float>) {
-    for (; i + 8 <= count; i += 8) {
-      const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(in + i));
-      _mm256_storeu_ps(out + i, _mm256_cvtph_ps(half));
-    }
-  } else if constexpr (std::is_same_v<From, float> && std::is_same_v<To, Float16>) {
-    for (; i + 8 <= count; i += 8) {
-      const __m128i half = _mm256_cvtps_ph(_mm256_loadu_ps(in + i), _MM_FROUND_TO_NEAREST_INT);
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), half);
-    }
-  }
-#endif
+  if constexpr (std::is_same_v<To, BFloat16>) {  // keeps subnormal numbers
 #pragma omp simd
-  for (int64_t j = i; j < count; ++j) {
-    const auto value = static_cast<ComputeType<To>>(in[j]);
-    if constexpr (std::is_same_v<To, BFloat16>) {
-      out[j].bits = BFloat16(value).bits;  // GCC vectorizes no assignment of a class here
-    } else {
-      out[j] = static_cast<To>(value);
+    for (int64_t i = 0; i < count; ++i) {
+      out[i].bits = BFloat16(static_cast<float>(in[i])).bits;  // GCC vectorizes no class here
     }
+    return;
   }
+  using C = std::conditional_t<std::is_same_v<From, double>, double, ComputeType<To>>;
+  tessera::cpu::for_lanes<C>(count, [=](int64_t i, auto lanes) {
+    tessera::cpu::store_lanes<C>(out + i, tessera::cpu::load_lanes<C>(in + i, lanes), lanes);
+  });
 }
 
 /// src[offset + i * stride], i < count <= kPieceCols, as C: src itself or `buffer`.
@@ -117,11 +106,51 @@ void store_piece(void* dst, DType dtype, int64_t offset, int64_t stride, const C
                                     : static_cast<T>(static_cast<ComputeType<T>>(values[i]));
       }
     } else if (accumulate) {
-#pragma omp simd
-      for (int64_t i = 0; i < count; ++i) to[i] = add(to[i], values[i]);
+      tessera::cpu::for_lanes<C>(count, [=](int64_t i, auto lanes) {
+        const auto old = tessera::cpu::load_lanes<C>(to + i, lanes);
+        tessera::cpu::store_lanes<C>(to + i, old + tessera::cpu::load_lanes<C>(values + i, lanes),
+                                     lanes);
+      });
     } else {
       convert_piece(to, values, count);
     }
+  });
+}
+
+/// An operand of `map_rows`: row r begins at element r * stride.
+struct RowsIn {
+  const void* data;
+  int64_t stride;
+};
+struct RowsOut {
+  void* data;
+  DType dtype;
+  int64_t stride;
+  bool accumulate = false;
+};
+
+/// dst = f(operands), or += with `accumulate`, in one pass, by vectors of T's compute type. T is
+/// the type of the operands; dst may be one of them, at the same place.
+template <class T, class F, class... In>
+void map_rows(int64_t rows, int64_t cols, const RowsOut& dst, F&& f, const In&... in) {
+  using C = ComputeType<T>;
+  for_pieces(rows, cols, [&](int64_t row, int64_t begin, int64_t end) {
+    const int64_t at = row * dst.stride + begin;
+    const auto run = [&](auto* out, bool accumulate) {
+      const auto loop = [=](const auto*... from) {  // the operands' addresses stay in registers
+        tessera::cpu::for_lanes<C>(end - begin, [=](int64_t i, auto lanes) {
+          auto value = f(tessera::cpu::load_lanes<C>(from + i, lanes)...);
+          if (accumulate) value += tessera::cpu::load_lanes<C>(out + i, lanes);
+          tessera::cpu::store_lanes<C>(out + i, value, lanes);
+        });
+      };
+      loop(static_cast<const T*>(in.data) + row * in.stride + begin...);
+    };
+    if (dst.dtype == dtype_of<T>) return run(static_cast<T*>(dst.data) + at, dst.accumulate);
+    if (dst.dtype == dtype_of<C>) return run(static_cast<C*>(dst.data) + at, dst.accumulate);
+    C buffer[kPieceCols];
+    run(buffer, false);
+    store_piece(dst.data, dst.dtype, at, 1, buffer, end - begin, dst.accumulate);
   });
 }
 

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <cstdint>
 
-// Elementary functions for CPU kernels in a form that compilers vectorize (no calls, no branches).
+// Elementary functions for CPU kernels, one value at a time; lanes.h has vectors of them.
 
 namespace tessera::cpu {
 
@@ -33,28 +33,6 @@ inline float exp(float x) {
 }
 inline double exp(double x) {
   return std::exp(x);
-}
-
-/// tanh(x) in f32, within 4 ulp for |x| >= 0.1 and 1e-7 absolute below; odd, +-1 at infinity.
-inline float tanh(float x) {
-  const float a = std::fabs(x);
-  const float e = exp(-2.0f * a);
-  const float large = (1.0f - e) / (1.0f + e);
-  const float x2 = x * x;  // the quotient cancels near 0: odd polynomial there
-  const float small =
-      a * (1.0f +
-           x2 * (-0.333333333f + x2 * (0.133333333f + x2 * (-0.0539682540f + x2 * 0.0218694885f))));
-  const float y = a < 0.25f ? small : large;
-  return std::copysign(y, x);
-}
-inline double tanh(double x) {
-  return std::tanh(x);
-}
-
-/// 1 / (1 + exp(-x)).
-template <class T>
-inline T sigmoid(T x) {
-  return T(1) / (T(1) + exp(-x));
 }
 
 }  // namespace tessera::cpu

@@ -69,45 +69,5 @@ TEST_CASE("math: exp never decreases", "[math]") {
   CHECK(decreases == 0);
 }
 
-TEST_CASE("math: tanh is within 4 ulp from 0.1 on and 1e-7 below", "[math]") {
-  double worst = 0, worst_absolute = 0;
-  float worst_x = 0;
-  sweep(0.1f, 30.0f, [&](float x) {
-    const double error = ulps(cpu::tanh(x), std::tanh(static_cast<double>(x)));
-    if (error > worst) worst = error, worst_x = x;
-  });
-  sweep(0.0f, 0.1f, [&](float x) {
-    const double exact = std::tanh(static_cast<double>(x));
-    worst_absolute = std::max(worst_absolute, std::fabs(cpu::tanh(x) - exact));
-  });
-  INFO("worst at " << worst_x << ": " << worst);
-  CHECK(worst < 4);
-  CHECK(worst_absolute < 1e-7);
-}
-
-TEST_CASE("math: tanh is odd, and exact at the ends", "[math]") {
-  CHECK(cpu::tanh(kInf) == 1.0f);
-  CHECK(cpu::tanh(-kInf) == -1.0f);
-  CHECK(cpu::tanh(0.0f) == 0.0f);
-  CHECK(std::signbit(cpu::tanh(-0.0f)));
-  CHECK(std::isnan(cpu::tanh(std::nanf(""))));
-  CHECK(cpu::tanh(1e-30f) == 1e-30f);
-  int asymmetric = 0;
-  sweep(0.0f, 30.0f, [&](float x) { asymmetric += cpu::tanh(-x) != -cpu::tanh(x); });
-  CHECK(asymmetric == 0);
-}
-
-TEST_CASE("math: sigmoid stays in [0, 1] and agrees with f64", "[math]") {
-  double worst = 0;
-  sweep(1e-6f, 100.0f, [&](float x) {
-    const double exact = 1 / (1 + std::exp(-static_cast<double>(x)));
-    worst = std::max(worst, std::fabs(cpu::sigmoid(x) - exact));
-  });
-  CHECK(worst < 2e-7);
-  CHECK(cpu::sigmoid(-200.0f) == 0.0f);
-  CHECK(cpu::sigmoid(200.0f) == 1.0f);
-  CHECK(std::fabs(cpu::sigmoid(1.0) - 1 / (1 + std::exp(-1.0))) < 1e-15);
-}
-
 }  // namespace
 }  // namespace tessera

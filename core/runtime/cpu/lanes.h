@@ -1,0 +1,322 @@
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <utility>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#include "core/dtype.h"
+
+// Vectors of the processor's full width, in the compiler's extensions: 64 bytes where the build has
+// AVX-512 (with its 8- and 16-bit parts), else 32. CPU kernels spell their inner loops in them
+// where compilers fall short: GCC takes 32 bytes even on processors with 64, and converts 16-bit
+// floats in long sequences of shuffles.
+
+#if defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
+#define TESSERA_AVX512 1
+#else
+#define TESSERA_AVX512 0
+#endif
+
+namespace tessera::cpu {
+
+inline constexpr int kVectorBytes = TESSERA_AVX512 ? 64 : 32;
+
+/// A vector that may lie at any element and alias any memory.
+template <class C>
+struct VectorOf {
+  typedef C type __attribute__((vector_size(kVectorBytes), aligned(sizeof(C)), may_alias));
+};
+template <class C>
+using Vector = typename VectorOf<C>::type;
+template <class C>
+inline constexpr int kLanes = kVectorBytes / static_cast<int>(sizeof(C));
+
+template <class C>
+inline Vector<C> broadcast(C value) {
+  return Vector<C>{} + value;
+}
+
+// ---- loads and stores, with conversion ----------------------------------------------------------
+// Intrinsics come in their masked form: GCC 12 warns of the undefined vector inside of the others.
+
+#if TESSERA_AVX512
+inline constexpr __mmask16 kEveryLane = 0xffff;
+typedef uint32_t Vector32Bits __attribute__((vector_size(64)));
+
+/// 16 elements of T, bf16 or f16, as f32.
+template <class T>
+inline Vector<float> widen_bits(__m256i bits) {
+  if constexpr (std::is_same_v<T, Float16>) {
+    return (Vector<float>)_mm512_maskz_cvtph_ps(kEveryLane, bits);
+  }
+  return (Vector<float>)((Vector32Bits)_mm512_maskz_cvtepu16_epi32(kEveryLane, bits) << 16);
+}
+
+/// bf16 bits of 16 values, rounded to nearest even; NaN stays NaN.
+inline __m256i bf16_bits(__m512 value) {
+#if defined(__AVX512BF16__)
+  return (__m256i)_mm512_maskz_cvtneps_pbh(kEveryLane, value);
+#else
+  const auto bits = (Vector32Bits)value;
+  const Vector32Bits rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  const auto is_nan = (Vector32Bits)((bits & 0x7fffffff) > 0x7f800000);
+  const Vector32Bits all = is_nan ? bits >> 16 | 0x40 : rounded;
+  return _mm512_maskz_cvtepi32_epi16(kEveryLane, (__m512i)all);
+#endif
+}
+
+template <class T>
+inline __m256i narrow_bits(__m512 value) {
+  if constexpr (std::is_same_v<T, Float16>) {
+    return _mm512_maskz_cvtps_ph(kEveryLane, value, _MM_FROUND_TO_NEAREST_INT);
+  }
+  return bf16_bits(value);
+}
+#elif defined(__AVX2__) && defined(__F16C__)
+inline __m128i bf16_bits(__m256 value) {
+  const __m256i bits = (__m256i)value, upper = _mm256_srli_epi32(bits, 16);
+  const __m256i odd = _mm256_and_si256(upper, _mm256_set1_epi32(1));
+  const __m256i sum = _mm256_add_epi32(_mm256_add_epi32(bits, odd), _mm256_set1_epi32(0x7fff));
+  const __m256i rounded = _mm256_blendv_epi8(_mm256_srli_epi32(sum, 16),
+                                             _mm256_or_si256(upper, _mm256_set1_epi32(0x40)),
+                                             (__m256i)_mm256_cmp_ps(value, value, _CMP_UNORD_Q));
+  return _mm_packus_epi32(_mm256_castsi256_si128(rounded), _mm256_extracti128_si256(rounded, 1));
+}
+
+template <class T>
+inline __m128i narrow_bits(__m256 value) {
+  if constexpr (std::is_same_v<T, Float16>) {
+    return _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT);
+  }
+  return bf16_bits(value);
+}
+#endif
+
+/// Stands for "every lane" where a number of lanes is expected.
+struct AllLanes {};
+
+/// The kLanes<C> elements at p as C, a float or double.
+template <class C, class T>
+inline Vector<C> load_lanes(const T* p, AllLanes = {}) {
+  if constexpr (std::is_same_v<C, T>) return *reinterpret_cast<const Vector<C>*>(p);
+#if TESSERA_AVX512
+  if constexpr (std::is_same_v<C, float> && sizeof(T) == 2) {
+    return widen_bits<T>(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  }
+#elif defined(__AVX2__) && defined(__F16C__)
+  if constexpr (std::is_same_v<C, float> && sizeof(T) == 2) {
+    const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    if constexpr (std::is_same_v<T, Float16>) return (Vector<C>)_mm256_cvtph_ps(bits);
+    return (Vector<C>)_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16);
+  }
+#endif
+  Vector<C> value;
+  for (int i = 0; i < kLanes<C>; ++i) value[i] = static_cast<C>(p[i]);
+  return value;
+}
+
+/// The first `count` < kLanes<C> elements; the other lanes are `fill`.
+template <class C, class T>
+inline Vector<C> load_lanes(const T* p, int count, C fill = 0) {
+#if TESSERA_AVX512
+  const auto mask = static_cast<__mmask16>((1u << count) - 1);
+  if constexpr (std::is_same_v<C, float> && std::is_same_v<T, float>) {
+    return (Vector<C>)_mm512_mask_loadu_ps(_mm512_set1_ps(fill), mask, p);
+  }
+  if constexpr (std::is_same_v<C, float> && sizeof(T) == 2) {
+    const auto value = (__m512)widen_bits<T>(_mm256_maskz_loadu_epi16(mask, p));
+    return (Vector<C>)_mm512_mask_mov_ps(_mm512_set1_ps(fill), mask, value);
+  }
+#endif
+  Vector<C> value = broadcast(fill);
+  for (int i = 0; i < count; ++i) value[i] = static_cast<C>(p[i]);
+  return value;
+}
+
+/// p[0, kLanes<C>) = value, rounded once. bf16 results below 2^-126 become zero where the processor
+/// has an instruction for the conversion (AVX512-BF16).
+template <class C, class T>
+inline void store_lanes(T* p, Vector<C> value, AllLanes = {}) {
+  if constexpr (std::is_same_v<C, T>) {
+    *reinterpret_cast<Vector<C>*>(p) = value;
+    return;
+  }
+#if TESSERA_AVX512
+  if constexpr (std::is_same_v<C, float> && sizeof(T) == 2) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow_bits<T>((__m512)value));
+    return;
+  }
+#elif defined(__AVX2__) && defined(__F16C__)
+  if constexpr (std::is_same_v<C, float> && sizeof(T) == 2) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), narrow_bits<T>((__m256)value));
+    return;
+  }
+#endif
+  for (int i = 0; i < kLanes<C>; ++i) p[i] = static_cast<T>(static_cast<ComputeType<T>>(value[i]));
+}
+
+/// The first `count` < kLanes<C> lanes.
+template <class C, class T>
+inline void store_lanes(T* p, Vector<C> value, int count) {
+#if TESSERA_AVX512
+  const auto mask = static_cast<__mmask16>((1u << count) - 1);
+  if constexpr (std::is_same_v<C, float> && std::is_same_v<T, float>) {
+    return _mm512_mask_storeu_ps(p, mask, (__m512)value);
+  }
+  if constexpr (std::is_same_v<C, float> && sizeof(T) == 2) {
+    return _mm256_mask_storeu_epi16(p, mask, narrow_bits<T>((__m512)value));
+  }
+#endif
+  for (int i = 0; i < count; ++i) p[i] = static_cast<T>(static_cast<ComputeType<T>>(value[i]));
+}
+
+/// Calls f(i, lanes) for the vectors of [0, count): `lanes`, AllLanes or an int, is what load_lanes
+/// and store_lanes take for elements i, i + 1, ...
+template <class C, class F>
+inline void for_lanes(int64_t count, F&& f) {
+  int64_t i = 0;
+  for (; i + kLanes<C> <= count; i += kLanes<C>) f(i, AllLanes{});
+  if (i < count) f(i, static_cast<int>(count - i));
+}
+
+/// The same with f(i, lanes, u), u a constant in [0, kUnroll): which of kUnroll running sums the
+/// vector goes to, so that additions need not wait for each other.
+template <class C, int kUnroll, class F>
+inline void for_lanes_of(int64_t count, F&& f) {
+  int64_t i = 0;
+  const auto group = [&]<int... U>(std::integer_sequence<int, U...>) {
+    (f(i + U * kLanes<C>, AllLanes{}, std::integral_constant<int, U>{}), ...);
+  };
+  for (; i + kUnroll * kLanes<C> <= count; i += kUnroll * kLanes<C>) {
+    group(std::make_integer_sequence<int, kUnroll>{});
+  }
+  for (; i + kLanes<C> <= count; i += kLanes<C>) {
+    f(i, AllLanes{}, std::integral_constant<int, 0>{});
+  }
+  if (i < count) f(i, static_cast<int>(count - i), std::integral_constant<int, 0>{});
+}
+
+/// The lanes of a vector of kCount combined in halves: each of the first half with the one half a
+/// vector further, and so on with what remains.
+template <class C, int kCount, class V, class F>
+inline C combine_lanes(V value, F&& f) {
+  if constexpr (kCount * sizeof(C) > 16) {
+    typedef C Half __attribute__((vector_size(kCount / 2 * sizeof(C))));
+    Half low, high;
+    std::memcpy(&low, &value, sizeof low);
+    std::memcpy(&high, reinterpret_cast<const char*>(&value) + sizeof low, sizeof high);
+    return combine_lanes<C, kCount / 2>(f(low, high), f);
+  } else {
+    for (int half = kCount / 2; half > 0; half /= 2) {
+      for (int i = 0; i < half; ++i) value[i] = f(C(value[i]), C(value[i + half]));
+    }
+    return value[0];
+  }
+}
+template <class C>
+inline C sum_lanes(Vector<C> value) {
+  return combine_lanes<C, kLanes<C>>(value, [](const auto& a, const auto& b) { return a + b; });
+}
+template <class C>
+inline C max_lanes(Vector<C> value) {
+  return combine_lanes<C, kLanes<C>>(value,
+                                     [](const auto& a, const auto& b) { return a > b ? a : b; });
+}
+/// Running sums of for_lanes_of, in order of pairs.
+template <class C, size_t kCount>
+inline C sum_lanes(const Vector<C> (&sums)[kCount]) {
+  static_assert(kCount == 2 || kCount == 4);
+  if constexpr (kCount == 2) return sum_lanes<C>(sums[0] + sums[1]);
+  return sum_lanes<C>((sums[0] + sums[1]) + (sums[2] + sums[3]));
+}
+
+// ---- functions ----------------------------------------------------------------------------------
+// Functions take the type T of the result that they are for: f32 and f64 get full accuracy, 16-bit
+// types an error that is small against their rounding.
+
+/// The greater of each pair; b where a or b is NaN.
+template <class C>
+inline Vector<C> max_of(Vector<C> a, Vector<C> b) {
+#if TESSERA_AVX512
+  if constexpr (std::is_same_v<C, float>) {
+    return (Vector<C>)_mm512_maskz_max_ps(kEveryLane, (__m512)a, (__m512)b);
+  }
+#elif defined(__AVX2__)
+  if constexpr (std::is_same_v<C, float>) return (Vector<C>)_mm256_max_ps((__m256)a, (__m256)b);
+#endif
+  return a > b ? a : b;
+}
+/// The smaller of each pair; b where a or b is NaN.
+template <class C>
+inline Vector<C> min_of(Vector<C> a, Vector<C> b) {
+#if TESSERA_AVX512
+  if constexpr (std::is_same_v<C, float>) {
+    return (Vector<C>)_mm512_maskz_min_ps(kEveryLane, (__m512)a, (__m512)b);
+  }
+#elif defined(__AVX2__)
+  if constexpr (std::is_same_v<C, float>) return (Vector<C>)_mm256_min_ps((__m256)a, (__m256)b);
+#endif
+  return a < b ? a : b;
+}
+
+template <class C>
+inline Vector<C> abs_of(Vector<C> x) {
+  return x < C(0) ? -x : x;
+}
+
+/// exp(x) for x <= 88: within 2 ulp in f32, 2^-16 relative for 16-bit results; 0 below -87.3 (also
+/// for -inf), NaN for NaN. x = n ln2 + r, |r| <= ln2 / 2, 1 + r + r^2 p(r) with minimax p (own
+/// fit).
+template <class T, class C = ComputeType<T>>
+inline Vector<C> exp_lanes(Vector<C> x) {
+  if constexpr (std::is_same_v<C, double>) {
+    for (int i = 0; i < kLanes<C>; ++i) x[i] = std::exp(x[i]);
+    return x;
+  } else {
+    typedef int32_t Int __attribute__((vector_size(kVectorBytes)));
+    // Adding 1.5 * 2^23 rounds to an integer n, which then stands in the low bits of the sum, here
+    // already with the exponent's bias. The high bits fall out of the shift.
+    constexpr float kRound = 12582912.0f + 127.0f;
+    const Vector<float> shifted = x * 1.44269504088896341f + kRound;
+    const Vector<float> n = shifted - kRound;
+    // Polynomials by pairs of terms: several short chains instead of a long one.
+    Vector<float> r, r2, p;
+    if constexpr (sizeof(T) == 2) {
+      r = x - n * 0.693147181f;
+      r2 = r * r;
+      p = r2 * 4.127698938e-2f + (r * 1.675368741e-1f + 5.000513630e-1f);
+    } else {
+      r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+      r2 = r * r;
+      p = r2 * 1.381446693e-3f + (r * 8.368780410e-3f + 4.166839421e-2f);
+      p = p * r2 + (r * 1.666652011e-1f + 4.999999341e-1f);
+    }
+    const Vector<float> y = p * r2 + (r + 1.0f);
+    const Vector<float> power = (Vector<float>)((Int)shifted << 23);
+#if TESSERA_AVX512
+    const __mmask16 is_normal =
+        _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-87.33654f), _CMP_NLT_UQ);
+    return (Vector<float>)_mm512_maskz_mul_ps(is_normal, (__m512)y, (__m512)power);
+#else
+    return x < -87.33654f ? Vector<float>{} : y * power;
+#endif
+  }
+}
+
+/// 2^x for |x| <= 126, within 2^-16 relative: for results of 16 bits.
+inline Vector<float> pow2_lanes(Vector<float> x) {
+  typedef int32_t Int __attribute__((vector_size(kVectorBytes)));
+  constexpr float kRound = 12582912.0f;  // as in exp_lanes
+  const Vector<float> shifted = x + kRound, f = x - (shifted - kRound), f2 = f * f;
+  const Vector<float> p = f2 * 9.582777076e-3f + (f * 5.590721282e-2f + 2.402410451e-1f);
+  const Vector<float> y = p * f2 + (f * 6.931241049e-1f + 1.0f);
+  return (Vector<float>)((Int)y + ((Int)shifted << 23));
+}
+
+}  // namespace tessera::cpu
