@@ -3,6 +3,7 @@
 #include <cstring>
 #include <limits>
 
+#include "core/runtime/cpu/lanes.h"
 #include "core/runtime/cpu/math.h"
 #include "core/runtime/cpu/parallel.h"
 #include "kernels/loss/kernel.h"
@@ -15,7 +16,13 @@
 namespace tessera::kernels::cpu {
 namespace {
 
+using tessera::cpu::exp_lanes;
+using tessera::cpu::for_lanes;
+using tessera::cpu::for_lanes_of;
+using tessera::cpu::load_lanes;
 using tessera::cpu::parallel_for;
+using tessera::cpu::store_lanes;
+using tessera::cpu::Vector;
 
 constexpr int64_t kBlock = 1024;
 
@@ -42,18 +49,50 @@ void for_each_row(int64_t rows, int64_t vocab, F&& f) {
   });
 }
 
+/// Running sums or maxima of a block.
+constexpr int kChains = 4;
+
+template <class C>
+constexpr C kLowest = -std::numeric_limits<C>::infinity();
+
+/// x[c ...] with the lanes that are not there at -inf.
+template <class C, class T>
+Vector<C> load_logits(const T* x, tessera::cpu::AllLanes) {
+  return load_lanes<C>(x);
+}
+template <class C, class T>
+Vector<C> load_logits(const T* x, int lanes) {
+  return load_lanes<C>(x, lanes, kLowest<C>);
+}
+
 template <class T, class C = ComputeType<T>>
 C block_max(const T* x, int64_t count) {
-  C max = -std::numeric_limits<C>::infinity();
-#pragma omp simd reduction(max : max)
-  for (int64_t c = 0; c < count; ++c) max = C(x[c]) > max ? C(x[c]) : max;
-  return max;
+  using tessera::cpu::max_of;
+  Vector<C> max[kChains];
+  std::fill_n(max, kChains, tessera::cpu::broadcast(kLowest<C>));
+  for_lanes_of<C, kChains>(count, [&](int64_t c, auto lanes, auto u) {
+    max[u] = max_of<C>(load_logits<C>(x + c, lanes), max[u]);
+  });
+  return tessera::cpu::max_lanes<C>(
+      max_of<C>(max_of<C>(max[0], max[1]), max_of<C>(max[2], max[3])));
+}
+
+/// The sum of exp(x - reference); `store(c, values, lanes)` sees them by vectors.
+template <class T, class Store, class C = ComputeType<T>>
+C sum_exponentials(const T* x, int64_t count, C reference, Store&& store) {
+  Vector<C> sums[kChains] = {};
+  for_lanes_of<C, kChains>(count, [&](int64_t c, auto lanes, auto u) {
+    const Vector<C> e = exp_lanes<C>(load_logits<C>(x + c, lanes) - reference);
+    store(c, e, lanes);
+    sums[u] += e;
+  });
+  return tessera::cpu::sum_lanes<C>(sums);
 }
 
 /// The maximum so far and the sum of exponentials against it.
 template <class C>
 struct OnlineSum {
-  C max = -std::numeric_limits<C>::infinity();
+  C max = kLowest<C>;
   C sum = 0;
 
   void raise(C new_max) {
@@ -62,7 +101,7 @@ struct OnlineSum {
     max = new_max;
   }
   /// What exponentials are taken against; finite while all logits so far are -inf.
-  C reference() const { return max == -std::numeric_limits<C>::infinity() ? C(0) : max; }
+  C reference() const { return max == kLowest<C> ? C(0) : max; }
 };
 
 template <class T>
@@ -73,34 +112,20 @@ OnlineSum<ComputeType<T>> row_sum(const T* x, int64_t vocab) {
     const int64_t count = std::min(kBlock, vocab - first);
     const T* block = x + first;
     online.raise(block_max(block, count));
-    const C reference = online.reference();
-    C sum = 0;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t c = 0; c < count; ++c) sum += tessera::cpu::exp(C(block[c]) - reference);
-    online.sum += sum;
+    online.sum += sum_exponentials(block, count, online.reference(), [](auto&&...) {});
   }
   return online;
 }
 
-/// Writes a row of gradients block by block: value(c) for element c, reading ahead of writing, so
-/// that the row may lie over the logits it is made of. Copied as bytes: the types may differ.
+/// dst = value(c, lanes), or +=, by vectors. Each is read before it is written, so that the row may
+/// lie over the logits it is made of, also if its elements are narrower.
 template <class D, class C, class Value>
-void write_row(D* dst, int64_t vocab, bool accumulate, Value&& value) {
-  constexpr int64_t kWidth = 256;
-  for (int64_t first = 0; first < vocab; first += kWidth) {
-    const int64_t count = std::min(kWidth, vocab - first);
-    C values[kWidth];
-    value(first, count, values);
-    D rounded[kWidth];
-    if (accumulate) {
-#pragma omp simd
-      for (int64_t c = 0; c < count; ++c) assign(rounded[c], C(dst[first + c]) + values[c]);
-    } else {
-#pragma omp simd
-      for (int64_t c = 0; c < count; ++c) assign(rounded[c], values[c]);
-    }
-    std::memcpy(static_cast<void*>(dst + first), rounded, static_cast<size_t>(count) * sizeof(D));
-  }
+void write_row(D* dst, int64_t count, bool accumulate, Value&& value) {
+  for_lanes<C>(count, [=](int64_t c, auto lanes) {
+    Vector<C> d = value(c, lanes);
+    if (accumulate) d += load_lanes<C>(dst + c, lanes);
+    store_lanes<C>(dst + c, d, lanes);
+  });
 }
 
 template <class D>
@@ -111,6 +136,7 @@ void zero_row(D* dst, int64_t vocab, bool accumulate) {
 template <class T, class D>
 void cross_entropy_bwd_rows(const CrossEntropyBwd& a) {
   using C = ComputeType<T>;
+  using Accuracy = std::conditional_t<std::is_same_v<T, double>, T, D>;
   const C scale = *static_cast<const C*>(a.scale);
   for_each_row(a.rows, a.vocab, [&](int64_t row) {
     D* dst = static_cast<D*>(a.dlogits) + row * a.dlogits_row_stride;
@@ -119,13 +145,14 @@ void cross_entropy_bwd_rows(const CrossEntropyBwd& a) {
     const T* x = static_cast<const T*>(a.logits) + row * a.row_stride;
     const C max = static_cast<const C*>(a.stats)[2 * row];
     const C log_sum = static_cast<const C*>(a.stats)[2 * row + 1];
-    write_row<D, C>(dst, a.vocab, a.accumulate, [=](int64_t first, int64_t count, C* values) {
-#pragma omp simd
-      for (int64_t c = 0; c < count; ++c) {
-        values[c] = tessera::cpu::exp((C(x[first + c]) - max) - log_sum) * scale;
-      }
-      if (target >= first && target < first + count) values[target - first] -= scale;
+    // The target's own, where p - 1 cancels, from an accurate exponential. Its inputs are read
+    // before the row is written over them.
+    const C before = a.accumulate ? C(dst[target]) : C(0);
+    const C at_target = before + (tessera::cpu::exp((C(x[target]) - max) - log_sum) - 1) * scale;
+    write_row<D, C>(dst, a.vocab, a.accumulate, [=](int64_t c, auto lanes) {
+      return exp_lanes<Accuracy>((load_lanes<C>(x + c, lanes) - max) - log_sum) * scale;
     });
+    assign(dst[target], at_target);
   });
 }
 
@@ -133,7 +160,7 @@ template <class C, class D>
 void cross_entropy_fused_rows(const CrossEntropyFused& a) {
   constexpr int64_t kMaxBlocks = 512;
   const C scale = *static_cast<const C*>(a.scale);
-  // Blocks of a multiple of write_row's width, few enough for the array below.
+  // Blocks that are few enough for the array below.
   const int64_t width = std::max(kBlock, (a.vocab / kMaxBlocks / 256 + 1) * 256);
   const int64_t ratio = static_cast<int64_t>(sizeof(C) / sizeof(D));
   for_each_row(a.rows, a.vocab, [&](int64_t row) {
@@ -151,25 +178,21 @@ void cross_entropy_fused_rows(const CrossEntropyFused& a) {
       const int64_t count = std::min(width, a.vocab - first);
       C* block = x + first;
       online.raise(block_max(block, count));
-      const C reference = online.reference();
       references[k] = online.max;  // -inf: its exponentials, all 0, get the factor 0
-      C sum = 0;
-#pragma omp simd reduction(+ : sum)
-      for (int64_t c = 0; c < count; ++c) {
-        const C e = tessera::cpu::exp(block[c] - reference);
-        block[c] = e;
-        sum += e;
-      }
-      online.sum += sum;
+      online.sum += sum_exponentials(
+          block, count, online.reference(),
+          [=](int64_t c, Vector<C> e, auto lanes) { store_lanes<C>(block + c, e, lanes); });
     }
     static_cast<C*>(a.losses)[row] = std::log(online.sum) - (target_logit - online.max);
-    const C inverse_sum = scale / online.sum, max = online.max;
-    write_row<D, C>(dst, a.vocab, false, [=, &references](int64_t first, int64_t count, C* values) {
-      const C factor = tessera::cpu::exp(references[first / width] - max) * inverse_sum;
-#pragma omp simd
-      for (int64_t c = 0; c < count; ++c) values[c] = x[first + c] * factor;
-      if (target >= first && target < first + count) values[target - first] -= scale;
-    });
+    const C inverse_sum = scale / online.sum;
+    for (int64_t first = 0, k = 0; first < a.vocab; first += width, ++k) {
+      const C factor = tessera::cpu::exp(references[k] - online.max) * inverse_sum;
+      const C* block = x + first;
+      write_row<D, C>(
+          dst + first, std::min(width, a.vocab - first), false,
+          [=](int64_t c, auto lanes) { return load_lanes<C>(block + c, lanes) * factor; });
+    }
+    assign(dst[target], tessera::cpu::exp(target_logit - online.max) * inverse_sum - scale);
   });
 }
 
