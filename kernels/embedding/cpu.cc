@@ -19,24 +19,39 @@ void visit_ids(DType dtype, const void* ids, F&& f) {
 /// Terms that are added in f32 before the sum goes on.
 constexpr int64_t kRunBlock = 256;
 
+/// Asks for a row that is about to be read (and written).
+void prefetch_row(const void* row, int64_t nbytes) {
+  for (int64_t at = 0; at < nbytes; at += 64) {
+    __builtin_prefetch(static_cast<const char*>(row) + at);
+  }
+}
+
 /// dw[row, begin..end) from the `count` positions of that row.
-template <class C>
+template <class T>
 void sum_run(const EmbeddingBwd& p, int64_t row, const int32_t* positions, int64_t count,
              int64_t begin, int64_t end) {
-  C buffer[kPieceCols], block[kPieceCols], total[kPieceCols];
-  const int64_t cols = end - begin;
-  std::fill_n(total, cols, C(0));
-  for (int64_t first = 0; first < count; first += kRunBlock) {
-    std::fill_n(block, cols, C(0));
-    for (int64_t i = first; i < std::min(first + kRunBlock, count); ++i) {
-      const C* dy = load_piece(buffer, p.dy, p.dtype, positions[i] * p.cols + begin, 1, cols);
-#pragma omp simd
-      for (int64_t c = 0; c < cols; ++c) block[c] += dy[c];
-    }
-#pragma omp simd
-    for (int64_t c = 0; c < cols; ++c) total[c] += block[c];
-  }
-  store_piece(p.dw, p.dw_dtype, row * p.dw_stride + begin, 1, total, cols, p.accumulate);
+  using C = ComputeType<T>;
+  using tessera::cpu::load_lanes;
+  const T* dy = static_cast<const T*>(p.dy) + begin;
+  const auto sum = [=](auto* out, bool accumulate) {
+    tessera::cpu::for_lanes<C>(end - begin, [=](int64_t c, auto lanes) {
+      tessera::cpu::Vector<C> total = {};
+      for (int64_t first = 0; first < count; first += kRunBlock) {
+        tessera::cpu::Vector<C> block = {};
+        for (int64_t i = first; i < std::min(first + kRunBlock, count); ++i) {
+          block += load_lanes<C>(dy + positions[i] * p.cols + c, lanes);
+        }
+        total += block;
+      }
+      if (accumulate) total += load_lanes<C>(out + c, lanes);
+      tessera::cpu::store_lanes<C>(out + c, total, lanes);
+    });
+  };
+  const int64_t at = row * p.dw_stride + begin;
+  if (p.dw_dtype == dtype_of<C>) return sum(static_cast<C*>(p.dw) + at, p.accumulate);
+  C total[kPieceCols];
+  sum(total, false);
+  store_piece(p.dw, p.dw_dtype, at, 1, total, end - begin, p.accumulate);
 }
 
 }  // namespace
@@ -51,6 +66,9 @@ void embedding_fwd(const EmbeddingFwd& p) {
     const int64_t grain = std::max<int64_t>(1, (int64_t{256} << 10) / row_nbytes);
     tessera::cpu::parallel_for(p.rows, grain, [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r) {
+        if (r + 1 < end) {
+          prefetch_row(static_cast<const char*>(p.weight) + ids[r + 1] * row_nbytes, row_nbytes);
+        }
         std::memcpy(static_cast<char*>(p.y) + r * row_nbytes,
                     static_cast<const char*>(p.weight) + ids[r] * row_nbytes,
                     static_cast<size_t>(row_nbytes));
@@ -92,6 +110,16 @@ void embedding_bwd(const EmbeddingBwd& p) {
   const int64_t grain = std::max<int64_t>(1, 2 * kGrainElements / p.cols);
   const int64_t row_nbytes = p.cols * static_cast<int64_t>(size_of(p.dw_dtype));
   const int64_t stride_nbytes = p.dw_stride * static_cast<int64_t>(size_of(p.dw_dtype));
+  // The first row of dy and the row of dw of the next run: both are somewhere else in memory.
+  const auto prefetch_next = [&](int64_t v, int64_t end_row) {
+    do {
+      ++v;
+    } while (v < end_row && run_begin(v) == run_end[v]);
+    if (v == end_row) return;
+    const int64_t dy_nbytes = p.cols * static_cast<int64_t>(size_of(p.dtype));
+    prefetch_row(static_cast<const char*>(p.dy) + positions[run_begin(v)] * dy_nbytes, dy_nbytes);
+    if (p.accumulate) prefetch_row(static_cast<const char*>(p.dw) + v * stride_nbytes, row_nbytes);
+  };
   tessera::cpu::parallel_for(work_before(p.vocab), grain, [&](int64_t first, int64_t last) {
     const int64_t end_row = row_at(last);
     for (int64_t v = row_at(first); v < end_row; ++v) {
@@ -103,14 +131,13 @@ void embedding_bwd(const EmbeddingBwd& p) {
         }
         continue;
       }
-      for (int64_t c = 0; c < p.cols; c += kPieceCols) {
-        const int64_t end = std::min(c + kPieceCols, p.cols);
-        if (p.dtype == kF64) {
-          sum_run<double>(p, v, positions + begin, count, c, end);
-        } else {
-          sum_run<float>(p, v, positions + begin, count, c, end);
+      prefetch_next(v, end_row);
+      visit_float(p.dtype, "embedding_bwd", [&](auto tag) {
+        for (int64_t c = 0; c < p.cols; c += kPieceCols) {
+          sum_run<typename decltype(tag)::type>(p, v, positions + begin, count, c,
+                                                std::min(c + kPieceCols, p.cols));
         }
-      }
+      });
     }
   });
 }

@@ -229,21 +229,45 @@ void matmul(const Matmul& p) {
   activation_fwd({p.c, linear.c, p.c_dtype, p.activation, p.m, p.n, p.n});
 }
 
+namespace {
+
+/// sums[c] += dy[c] + dy[ld + c] + ... of kRows rows, in order.
+template <int kRows, class T, class C>
+void add_rows(C* sums, const T* dy, int64_t ld, int64_t cols) {
+  using tessera::cpu::load_lanes;
+  tessera::cpu::for_lanes<C>(cols, [=](int64_t c, auto lanes) {
+    auto sum = load_lanes<C>(sums + c, lanes);
+#pragma GCC unroll 4
+    for (int row = 0; row < kRows; ++row) sum += load_lanes<C>(dy + row * ld + c, lanes);
+    tessera::cpu::store_lanes<C>(sums + c, sum, lanes);
+  });
+}
+
+/// sums = the sums of the columns of rows [first, last); four rows share a walk over the sums.
+template <class T, class C>
+void sum_rows(C* sums, const T* dy, int64_t ld, int64_t first, int64_t last, int64_t cols) {
+  std::fill_n(sums, cols, C(0));
+  int64_t row = first;
+  for (; row + 4 <= last; row += 4) add_rows<4>(sums, dy + row * ld, ld, cols);
+  for (; row < last; ++row) add_rows<1>(sums, dy + row * ld, ld, cols);
+}
+
+}  // namespace
+
 void bias_grad(const BiasGrad& p) {
   const int64_t chunks = BiasGrad::num_chunks(p.rows);
   visit_compute_type(p.dtype, [&](auto tag) {
     using C = typename decltype(tag)::type;
     C* const partials = static_cast<C*>(p.partials);
-    for_pieces(chunks, p.n, [&](int64_t chunk, int64_t begin, int64_t end) {
-      C buffer[kPieceCols];
-      C* const sums = partials + chunk * p.n + begin;
-      const int64_t count = end - begin;
-      std::fill_n(sums, count, C(0));
-      for (int64_t row = p.rows * chunk / chunks; row < p.rows * (chunk + 1) / chunks; ++row) {
-        const C* dy = load_piece(buffer, p.dy, p.dtype, row * p.ld_dy + begin, 1, count);
-#pragma omp simd
-        for (int64_t i = 0; i < count; ++i) sums[i] += dy[i];
-      }
+    visit_float(p.dtype, "bias_grad", [&](auto dy_tag) {
+      using T = typename decltype(dy_tag)::type;
+      for_pieces(chunks, p.n, [&](int64_t chunk, int64_t begin, int64_t end) {
+        const T* dy = static_cast<const T*>(p.dy) + begin;
+        if constexpr (std::is_same_v<ComputeType<T>, C>) {
+          sum_rows(partials + chunk * p.n + begin, dy, p.ld_dy, p.rows * chunk / chunks,
+                   p.rows * (chunk + 1) / chunks, end - begin);
+        }
+      });
     });
     for_pieces(1, p.n, [&](int64_t, int64_t begin, int64_t end) {
       const int64_t count = end - begin;

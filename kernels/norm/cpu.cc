@@ -1,5 +1,6 @@
 #include <cmath>
 
+#include "core/runtime/cpu/lanes.h"
 #include "core/runtime/cpu/parallel.h"
 #include "kernels/norm/kernel.h"
 
@@ -10,7 +11,26 @@
 namespace tessera::kernels::cpu {
 namespace {
 
+using tessera::cpu::for_lanes;
+using tessera::cpu::for_lanes_of;
+using tessera::cpu::load_lanes;
 using tessera::cpu::parallel_for;
+using tessera::cpu::store_lanes;
+using tessera::cpu::sum_lanes;
+using tessera::cpu::Vector;
+
+/// Running sums of a row.
+constexpr int kChains = 4;
+
+/// x - mean, with zeros where there is no element.
+template <class C, class T>
+Vector<C> load_centered(const T* x, C mean, tessera::cpu::AllLanes) {
+  return load_lanes<C>(x) - mean;
+}
+template <class C, class T>
+Vector<C> load_centered(const T* x, C mean, int lanes) {
+  return load_lanes<C>(x, lanes, mean) - mean;
+}
 
 template <class T, class W, bool kCentered>
 void norm_fwd(const NormFwd& a) {
@@ -26,39 +46,37 @@ void norm_fwd(const NormFwd& a) {
     if (a.residual != nullptr) {
       const T* residual = static_cast<const T*>(a.residual) + a.residual_rows.offset(row);
       T* sum = static_cast<T*>(a.sum) + row * cols;
-#pragma omp simd
-      for (int64_t c = 0; c < cols; ++c) assign(sum[c], C(x[c]) + C(residual[c]));
+      for_lanes<C>(cols, [=](int64_t c, auto lanes) {
+        store_lanes<C>(sum + c, load_lanes<C>(x + c, lanes) + load_lanes<C>(residual + c, lanes),
+                       lanes);
+      });
       x = sum;
     }
     C mean = 0;
     if constexpr (kCentered) {
-      C total = 0;
-#pragma omp simd reduction(+ : total)
-      for (int64_t c = 0; c < cols; ++c) total += C(x[c]);
-      mean = total * inv_cols;
+      Vector<C> totals[kChains] = {};
+      for_lanes_of<C, kChains>(
+          cols, [&](int64_t c, auto lanes, auto u) { totals[u] += load_lanes<C>(x + c, lanes); });
+      mean = sum_lanes<C>(totals) * inv_cols;
     }
-    C square = 0, shift = 0;
-#pragma omp simd reduction(+ : square, shift)
-    for (int64_t c = 0; c < cols; ++c) {
-      const C d = C(x[c]) - mean;
-      square += d * d;
-      shift += d;
-    }
+    Vector<C> squares[kChains] = {}, shifts[kChains] = {};
+    for_lanes_of<C, kChains>(cols, [&](int64_t c, auto lanes, auto u) {
+      const Vector<C> d = load_centered<C>(x + c, mean, lanes);
+      squares[u] += d * d;
+      if constexpr (kCentered) shifts[u] += d;
+    });
+    C square = sum_lanes<C>(squares);
     if constexpr (kCentered) {  // `shift` is what rounding left in the mean
-      shift *= inv_cols;
+      const C shift = sum_lanes<C>(shifts) * inv_cols;
       square -= static_cast<C>(cols) * shift * shift;
       mean += shift;
     }
     const C rstd = C(1) / std::sqrt(square * inv_cols + static_cast<C>(a.eps));
-    if (b != nullptr) {
-#pragma omp simd
-      for (int64_t c = 0; c < cols; ++c) {
-        assign(y[c], (C(x[c]) - mean) * rstd * C(w[c]) + C(b[c]));
-      }
-    } else {
-#pragma omp simd
-      for (int64_t c = 0; c < cols; ++c) assign(y[c], (C(x[c]) - mean) * rstd * C(w[c]));
-    }
+    for_lanes<C>(cols, [=](int64_t c, auto lanes) {
+      Vector<C> value = (load_lanes<C>(x + c, lanes) - mean) * rstd * load_lanes<C>(w + c, lanes);
+      if (b != nullptr) value += load_lanes<C>(b + c, lanes);
+      store_lanes<C>(y + c, value, lanes);
+    });
     if constexpr (kCentered) static_cast<C*>(a.mean)[row] = mean;
     static_cast<C*>(a.rstd)[row] = rstd;
   };
@@ -71,17 +89,21 @@ void norm_fwd(const NormFwd& a) {
 template <class T, class W, class C, bool kCentered, bool kPartials>
 void norm_bwd_sums(const T* dy, const T* x, const W* w, C mean, C rstd, int64_t cols, C* dw, C* db,
                    C* mean_g, C* mean_gx) {
-  C sum_g = 0, sum_gx = 0;
-#pragma omp simd reduction(+ : sum_g, sum_gx)
-  for (int64_t c = 0; c < cols; ++c) {
-    const C d = C(dy[c]), xhat = (C(x[c]) - mean) * rstd, g = d * C(w[c]);
+  Vector<C> sums_g[2] = {}, sums_gx[2] = {};
+  for_lanes_of<C, 2>(cols, [&](int64_t c, auto lanes, auto u) {
+    const Vector<C> d = load_lanes<C>(dy + c, lanes);
+    const Vector<C> xhat = (load_lanes<C>(x + c, lanes) - mean) * rstd;
+    const Vector<C> g = d * load_lanes<C>(w + c, lanes);
     if constexpr (kPartials) {
-      dw[c] += d * xhat;
-      if constexpr (kCentered) db[c] += d;
+      store_lanes<C>(dw + c, load_lanes<C>(dw + c, lanes) + d * xhat, lanes);
+      if constexpr (kCentered) {
+        store_lanes<C>(db + c, load_lanes<C>(db + c, lanes) + d, lanes);
+      }
     }
-    sum_g += g;
-    sum_gx += g * xhat;
-  }
+    sums_g[u] += g;
+    sums_gx[u] += g * xhat;
+  });
+  const C sum_g = sum_lanes<C>(sums_g), sum_gx = sum_lanes<C>(sums_gx);
   *mean_g = kCentered ? sum_g / static_cast<C>(cols) : C(0);
   *mean_gx = sum_gx / static_cast<C>(cols);
 }
@@ -103,24 +125,16 @@ void norm_bwd_rows(const NormBwd& a) {
                                                  &mean_gx);
     if (a.dx == nullptr) return;
     T* dx = static_cast<T*>(a.dx) + a.dx_rows.offset(row);
-    const auto value = [=](int64_t c) {
-      const C xhat = (C(x[c]) - mean) * rstd;
-      return rstd * (C(dy[c]) * C(w[c]) - mean_g - xhat * mean_gx);
-    };
     const T* d_sum = static_cast<const T*>(a.d_sum) + (a.d_sum != nullptr ? row * cols : 0);
-    if (a.d_sum != nullptr && a.accumulate_dx) {
-#pragma omp simd
-      for (int64_t c = 0; c < cols; ++c) assign(dx[c], C(dx[c]) + C(d_sum[c]) + value(c));
-    } else if (a.d_sum != nullptr) {
-#pragma omp simd
-      for (int64_t c = 0; c < cols; ++c) assign(dx[c], C(d_sum[c]) + value(c));
-    } else if (a.accumulate_dx) {
-#pragma omp simd
-      for (int64_t c = 0; c < cols; ++c) assign(dx[c], C(dx[c]) + value(c));
-    } else {
-#pragma omp simd
-      for (int64_t c = 0; c < cols; ++c) assign(dx[c], value(c));
-    }
+    const bool has_sum = a.d_sum != nullptr, accumulate = a.accumulate_dx;
+    for_lanes<C>(cols, [=](int64_t c, auto lanes) {
+      const Vector<C> xhat = (load_lanes<C>(x + c, lanes) - mean) * rstd;
+      const Vector<C> g = load_lanes<C>(dy + c, lanes) * load_lanes<C>(w + c, lanes);
+      Vector<C> value = rstd * (g - mean_g - xhat * mean_gx);
+      if (has_sum) value += load_lanes<C>(d_sum + c, lanes);
+      if (accumulate) value += load_lanes<C>(dx + c, lanes);
+      store_lanes<C>(dx + c, value, lanes);
+    });
   };
   const int64_t chunk_rows = std::max<int64_t>(1, rows / chunks);
   parallel_for(chunks, (row_grain(cols) + chunk_rows - 1) / chunk_rows,
@@ -158,13 +172,11 @@ void add_partials(void* dst, DType dst_dtype, bool accumulate, const C* partials
 #pragma omp simd
           for (int64_t c = 0; c < width; ++c) total[c] += row[c];
         }
-        if (accumulate) {
-#pragma omp simd
-          for (int64_t c = 0; c < width; ++c) assign(out[c], C(out[c]) + total[c]);
-        } else {
-#pragma omp simd
-          for (int64_t c = 0; c < width; ++c) assign(out[c], total[c]);
-        }
+        for_lanes<C>(width, [&](int64_t c, auto lanes) {
+          Vector<C> value = load_lanes<C>(total + c, lanes);
+          if (accumulate) value += load_lanes<C>(out + c, lanes);
+          store_lanes<C>(out + c, value, lanes);
+        });
       }
     });
   });

@@ -12,21 +12,28 @@ namespace {
 
 // ---- sums ---------------------------------------------------------------------------------------
 
+using tessera::cpu::for_lanes_of;
+using tessera::cpu::load_lanes;
+using tessera::cpu::Vector;
+
+/// Running sums of a block.
+constexpr int kChains = 4;
+
 /// Columns that a task sums at once.
 constexpr int64_t kSumCols = 256;
 
 /// x[offset], ... , count of them, in f32 blocks and f64 across.
-template <class C>
+template <class T>
 double sum_contiguous(const Sum& p, int64_t offset, int64_t count) {
-  C buffer[kSumBlock];
+  using C = ComputeType<T>;
+  const T* x = static_cast<const T*>(p.x) + offset;
   double total = 0;
   for (int64_t begin = 0; begin < count; begin += kSumBlock) {
-    const int64_t n = std::min(kSumBlock, count - begin);
-    const C* x = load_piece(buffer, p.x, p.dtype, offset + begin, 1, n);
-    C block = 0;
-#pragma omp simd reduction(+ : block)
-    for (int64_t i = 0; i < n; ++i) block += x[i];
-    total += static_cast<double>(block);
+    Vector<C> sums[kChains] = {};
+    for_lanes_of<C, kChains>(
+        std::min(kSumBlock, count - begin),
+        [&](int64_t i, auto lanes, auto u) { sums[u] += load_lanes<C>(x + begin + i, lanes); });
+    total += static_cast<double>(tessera::cpu::sum_lanes<C>(sums));
   }
   return total;
 }
@@ -67,12 +74,12 @@ void sum(const Sum& p) {
           const int64_t count = std::min(chunk_length, p.length - begin);
           const int64_t offset = (o * p.length + begin) * p.inner + col;
           double totals[kSumCols];
-          visit_compute_type(p.dtype, [&](auto tag) {
-            using C = typename decltype(tag)::type;
+          visit_float(p.dtype, "sum", [&](auto tag) {
+            using T = typename decltype(tag)::type;
             if (p.inner == 1) {
-              totals[0] = sum_contiguous<C>(p, offset, count);
+              totals[0] = sum_contiguous<T>(p, offset, count);
             } else {
-              sum_rows<C>(p, offset, count, cols, totals);
+              sum_rows<ComputeType<T>>(p, offset, count, cols, totals);
             }
           });
           if (chunks > 1) {
@@ -103,45 +110,41 @@ void sum(const Sum& p) {
 namespace {
 
 template <class C>
-using BitsOf = std::conditional_t<std::is_same_v<C, double>, uint64_t, uint32_t>;
+using BitsOf = std::conditional_t<std::is_same_v<C, double>, int64_t, int32_t>;
 
-/// The largest magnitude of a block as bits: as integers, NaN > infinity > every finite number.
+/// What one walk over a block finds: the largest magnitude as bits (as integers, NaN > infinity >
+/// every finite number) and the sum of |x|^p for p = 1 or 2 as it comes out in C.
 template <class C>
-BitsOf<C> largest_magnitude(const C* x, int64_t count) {
-  constexpr BitsOf<C> kMagnitude = ~BitsOf<C>(0) >> 1;
-  BitsOf<C> largest = 0;
-#pragma omp simd reduction(max : largest)
-  for (int64_t i = 0; i < count; ++i) {
-    const BitsOf<C> bits = std::bit_cast<BitsOf<C>>(x[i]) & kMagnitude;
-    largest = bits > largest ? bits : largest;
+struct BlockNorm {
+  BitsOf<C> largest;
+  C sum;
+};
+
+template <int kPower, class T, class C = ComputeType<T>>
+BlockNorm<C> block_norm(const T* x, int64_t count) {
+  using Bits = BitsOf<C>;
+  constexpr Bits kMagnitude = std::numeric_limits<Bits>::max();
+  Vector<Bits> largest[kChains] = {};
+  Vector<C> sums[kChains] = {};
+  for_lanes_of<C, kChains>(count, [&](int64_t i, auto lanes, auto u) {
+    const Vector<C> value = load_lanes<C>(x + i, lanes);
+    const Vector<Bits> bits = (Vector<Bits>)value & kMagnitude;
+    largest[u] = bits > largest[u] ? bits : largest[u];
+    sums[u] += kPower == 1 ? (Vector<C>)bits : value * value;
+  });
+  for (int u = 1; u < kChains; ++u) {
+    largest[0] = largest[u] > largest[0] ? largest[u] : largest[0];
   }
-  return largest;
+  return {tessera::cpu::max_lanes<Bits>(largest[0]), tessera::cpu::sum_lanes<C>(sums)};
 }
 
-/// sum |x|^p of a block. `largest` tells where f32 is not enough.
-template <class C>
-double sum_powers(const C* x, int64_t count, double p, C largest) {
+/// sum |x|^p of a block in f64.
+template <class T>
+double sum_powers(const T* x, int64_t count, double p) {
   double total = 0;
-  if (p != 1 && p != 2) {
-    for (int64_t i = 0; i < count; ++i) total += std::pow(std::fabs(static_cast<double>(x[i])), p);
-    return total;
-  }
-  // The squares of these stay normal numbers and their sum finite.
-  const bool fits = p == 1 ? largest < C(1e36) : largest > C(1e-15) && largest < C(1e17);
-  if (fits) {
-    C block = 0;
-    if (p == 1) {
-#pragma omp simd reduction(+ : block)
-      for (int64_t i = 0; i < count; ++i) block += std::fabs(x[i]);
-    } else {
-#pragma omp simd reduction(+ : block)
-      for (int64_t i = 0; i < count; ++i) block += x[i] * x[i];
-    }
-    return static_cast<double>(block);
-  }
   for (int64_t i = 0; i < count; ++i) {
-    const double magnitude = std::fabs(static_cast<double>(x[i]));
-    total += p == 1 ? magnitude : magnitude * magnitude;
+    const double magnitude = std::fabs(static_cast<double>(static_cast<ComputeType<T>>(x[i])));
+    total += p == 1 ? magnitude : p == 2 ? magnitude * magnitude : std::pow(magnitude, p);
   }
   return total;
 }
@@ -153,10 +156,9 @@ double max_or_nan(double a, double b) {
 
 /// Blocks [first, last) of the segments' blocks, counted through all segments: the sum (maximum)
 /// and whether an element is not finite.
-template <class C>
+template <class T, class C = ComputeType<T>>
 std::pair<double, bool> norm_of_blocks(const PartialNorm& args, int64_t first, int64_t last) {
   constexpr BitsOf<C> kInfinity = std::bit_cast<BitsOf<C>>(std::numeric_limits<C>::infinity());
-  C buffer[kSumBlock];
   double total = 0;
   bool has_nonfinite = false;
   int64_t block = 0;  // of the current segment's begin
@@ -166,14 +168,19 @@ std::pair<double, bool> norm_of_blocks(const PartialNorm& args, int64_t first, i
     for (int64_t b = std::max<int64_t>(0, first - block); b < std::min(num_blocks, last - block);
          ++b) {
       const int64_t offset = begin + b * kSumBlock, count = std::min(kSumBlock, end - offset);
-      const C* x = load_piece(buffer, args.x, args.dtype, offset, 1, count);
-      const BitsOf<C> largest_bits = largest_magnitude(x, count);
-      const C largest = std::bit_cast<C>(largest_bits);
-      has_nonfinite |= largest_bits >= kInfinity;
+      const T* x = static_cast<const T*>(args.x) + offset;
+      const BlockNorm<C> norm = args.p == 1 ? block_norm<1>(x, count) : block_norm<2>(x, count);
+      const C largest = std::bit_cast<C>(norm.largest);
+      has_nonfinite |= norm.largest >= kInfinity;
+      // With these the terms stay normal numbers and their sum finite.
+      const bool fits =
+          args.p == 1 ? largest < C(1e36) : args.p == 2 && largest > C(1e-15) && largest < C(1e17);
       if (std::isinf(args.p)) {
         total = max_or_nan(total, static_cast<double>(largest));
+      } else if (fits) {
+        total += static_cast<double>(norm.sum);
       } else if (largest != C(0)) {
-        total += sum_powers(x, count, args.p, largest);
+        total += sum_powers(x, count, args.p);
       }
     }
     block += num_blocks;
@@ -197,11 +204,11 @@ void partial_norm(const PartialNorm& p) {
   const int64_t chunk_numel = chunks == 0 ? 1 : num_blocks / chunks * kSumBlock;
   const int64_t grain = (2 * kGrainElements + chunk_numel - 1) / chunk_numel;
   tessera::cpu::parallel_for(chunks, grain, [&](int64_t begin, int64_t end) {
-    visit_compute_type(p.dtype, [&](auto tag) {
-      using C = typename decltype(tag)::type;
+    visit_float(p.dtype, "partial_norm", [&](auto tag) {
+      using T = typename decltype(tag)::type;
       for (int64_t c = begin; c < end; ++c) {
         const auto [total, has_nonfinite] =
-            norm_of_blocks<C>(p, num_blocks * c / chunks, num_blocks * (c + 1) / chunks);
+            norm_of_blocks<T>(p, num_blocks * c / chunks, num_blocks * (c + 1) / chunks);
         p.chunks[2 * c] = total;
         p.chunks[2 * c + 1] = has_nonfinite ? 1 : 0;
       }

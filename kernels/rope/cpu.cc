@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "core/runtime/cpu/lanes.h"
 #include "core/runtime/cpu/parallel.h"
 #include "kernels/rope/kernel.h"
 #include "kernels/rows.h"
@@ -58,14 +59,28 @@ void rotate_head(T* y, const T* x, const float* table, ComputeType<T> sign, int6
   using C = ComputeType<T>;
   const float* cosines = table;
   const float* sines = table + half;
-  const int64_t step = kInterleaved ? 2 : 1, distance = kInterleaved ? 1 : half;
+  if constexpr (!kInterleaved) {
+    tessera::cpu::for_lanes<C>(half, [=](int64_t i, auto lanes) {
+      using tessera::cpu::load_lanes;
+      const auto c = load_lanes<C>(cosines + i, lanes), s = sign * load_lanes<C>(sines + i, lanes);
+      const auto x_a = load_lanes<C>(x + i, lanes), x_b = load_lanes<C>(x + half + i, lanes);
+      auto y_a = x_a * c - x_b * s, y_b = x_b * c + x_a * s;
+      if constexpr (kAccumulate) {
+        y_a += load_lanes<C>(y + i, lanes);
+        y_b += load_lanes<C>(y + half + i, lanes);
+      }
+      tessera::cpu::store_lanes<C>(y + i, y_a, lanes);
+      tessera::cpu::store_lanes<C>(y + half + i, y_b, lanes);
+    });
+  } else {
 #pragma omp simd
-  for (int64_t i = 0; i < half; ++i) {
-    const int64_t a = i * step, b = a + distance;
-    const C c = C(cosines[i]), s = sign * C(sines[i]), x_a = C(x[a]), x_b = C(x[b]);
-    const C y_a = x_a * c - x_b * s, y_b = x_b * c + x_a * s;
-    assign(y[a], kAccumulate ? C(y[a]) + y_a : y_a);
-    assign(y[b], kAccumulate ? C(y[b]) + y_b : y_b);
+    for (int64_t i = 0; i < half; ++i) {
+      const int64_t a = 2 * i, b = a + 1;
+      const C c = C(cosines[i]), s = sign * C(sines[i]), x_a = C(x[a]), x_b = C(x[b]);
+      const C y_a = x_a * c - x_b * s, y_b = x_b * c + x_a * s;
+      assign(y[a], kAccumulate ? C(y[a]) + y_a : y_a);
+      assign(y[b], kAccumulate ? C(y[b]) + y_b : y_b);
+    }
   }
   if (!kAccumulate && x == y) return;
 #pragma omp simd
