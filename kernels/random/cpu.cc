@@ -1,5 +1,6 @@
 #include <bit>
 #include <cmath>
+#include <cstring>
 
 #include "kernels/elementwise/row_io.h"
 #include "kernels/random/kernel.h"
@@ -8,20 +9,62 @@ namespace tessera::kernels::cpu {
 
 namespace {
 
+using Words64 = tessera::cpu::Vector<uint64_t>;
+
+constexpr int kLanes64 = tessera::cpu::kLanes<uint64_t>;
 constexpr int kBlocks = 16;
 constexpr int64_t kWords = 4 * kBlocks;
 static_assert(kPieceCols % kWords == 0);
 
-/// The words of blocks first_block .. first_block + 15 of row `high`.
-void random_words(PhiloxKey key, uint64_t high, uint64_t first_block, uint32_t* __restrict words) {
-#pragma omp simd
-  for (int b = 0; b < kBlocks; ++b) {
-    const std::array<uint32_t, 4> block = philox(key, high, first_block + static_cast<uint64_t>(b));
-    words[4 * b] = block[0];
-    words[4 * b + 1] = block[1];
-    words[4 * b + 2] = block[2];
-    words[4 * b + 3] = block[3];
+/// The products of the low halves of each lane.
+Words64 multiply_low_halves(Words64 a, uint32_t b) {
+#if TESSERA_AVX512
+  return (Words64)_mm512_maskz_mul_epu32(0xff, (__m512i)a, _mm512_set1_epi64(b));
+#elif defined(__AVX2__)
+  return (Words64)_mm256_mul_epu32((__m256i)a, _mm256_set1_epi64x(b));
+#else
+  return (a & 0xffffffffu) * uint64_t{b};
+#endif
+}
+
+/// kLanes64 blocks (core/random.h), a lane each: word w of a block is the low half of c[w]; what
+/// stands in the high halves is of no meaning.
+void philox_lanes(PhiloxKey key, Words64 (&c)[4]) {
+  for (int round = 0; round < 10; ++round) {
+    const Words64 p0 = multiply_low_halves(c[0], 0xD2511F53u);
+    const Words64 p1 = multiply_low_halves(c[2], 0xCD9E8D57u);
+    c[0] = (p1 >> 32) ^ c[1] ^ uint64_t { key.k0 };
+    c[1] = p1;
+    c[2] = (p0 >> 32) ^ c[3] ^ uint64_t { key.k1 };
+    c[3] = p0;
+    key.k0 += 0x9E3779B9u;
+    key.k1 += 0xBB67AE85u;
   }
+}
+
+/// The words of blocks first_block .. first_block + 15 of row `high`.
+void random_words(PhiloxKey key, uint64_t high, uint64_t first_block, uint32_t* words) {
+#if TESSERA_AVX512
+  // Such that the interleaving below, by pairs of lanes, puts blocks in order.
+  constexpr Words64 kOrder = {0, 4, 1, 5, 2, 6, 3, 7};
+#define TESSERA_LOW_PAIRS(a, b) __builtin_shufflevector(a, b, 0, 8, 2, 10, 4, 12, 6, 14)
+#define TESSERA_HIGH_PAIRS(a, b) __builtin_shufflevector(a, b, 1, 9, 3, 11, 5, 13, 7, 15)
+#else
+  constexpr Words64 kOrder = {0, 2, 1, 3};
+#define TESSERA_LOW_PAIRS(a, b) __builtin_shufflevector(a, b, 0, 4, 2, 6)
+#define TESSERA_HIGH_PAIRS(a, b) __builtin_shufflevector(a, b, 1, 5, 3, 7)
+#endif
+  for (int b = 0; b < kBlocks; b += kLanes64, words += 4 * kLanes64) {
+    const Words64 low = kOrder + (first_block + static_cast<uint64_t>(b));
+    Words64 c[4] = {low, low >> 32, Words64{} + high, Words64{} + (high >> 32)};
+    philox_lanes(key, c);
+    constexpr uint64_t kLow = 0xffffffffu;
+    const Words64 front = (c[0] & kLow) | c[1] << 32, back = (c[2] & kLow) | c[3] << 32;
+    const Words64 pairs[2] = {TESSERA_LOW_PAIRS(front, back), TESSERA_HIGH_PAIRS(front, back)};
+    std::memcpy(words, pairs, sizeof pairs);
+  }
+#undef TESSERA_LOW_PAIRS
+#undef TESSERA_HIGH_PAIRS
 }
 
 /// sqrt(-2 ln u), u in [2^-24, 1]. ln by a polynomial in f = m - 1, m in [sqrt(1/2), sqrt(2)).
@@ -115,25 +158,51 @@ void fill(void* x, DType dtype, PhiloxKey key, int64_t first_element, int64_t nu
 
 }  // namespace
 
+namespace {
+
+/// to = from * factor where the word is at least `threshold`, else 0; or +=.
+template <class D, class T, class C>
+void drop_piece(D* to, const T* from, const uint32_t* words, uint32_t threshold, C factor,
+                int64_t count, bool accumulate) {
+  using tessera::cpu::load_lanes;
+  using tessera::cpu::Vector;
+  tessera::cpu::for_lanes<C>(count, [=](int64_t i, auto lanes) {
+    Vector<C> y;
+    if constexpr (std::is_same_v<C, float>) {  // as many words as values in a vector
+      const auto word = *reinterpret_cast<const Vector<uint32_t>*>(words + i);
+      y = word >= threshold ? load_lanes<C>(from + i, lanes) * factor : Vector<C>{};
+    } else {
+      y = load_lanes<C>(from + i, lanes) * factor;
+      for (int lane = 0; lane < tessera::cpu::kLanes<C>; ++lane) {
+        if (words[i + lane] < threshold) y[lane] = 0;
+      }
+    }
+    if (accumulate) y += load_lanes<C>(to + i, lanes);
+    tessera::cpu::store_lanes<C>(to + i, y, lanes);
+  });
+}
+
+}  // namespace
+
 void dropout(const Dropout& p) {
-  visit_compute_type(p.dtype, [&](auto tag) {
-    using C = typename decltype(tag)::type;
+  visit_float(p.dtype, "dropout", [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    using C = ComputeType<T>;
     const C factor = static_cast<C>(p.factor);
     for_pieces(p.rows, p.cols, [&](int64_t row, int64_t begin, int64_t end) {
-      C x_buffer[kPieceCols], y_buffer[kPieceCols];
       uint32_t words[kPieceCols];
       const int64_t count = end - begin, y_at = row * p.y_stride + begin;
       const uint64_t global_row = static_cast<uint64_t>(p.first_row + row);
       for (int64_t c = 0; c < count; c += kWords) {  // begin is a multiple of kWords
         random_words(p.key, global_row, static_cast<uint64_t>(begin + c) / 4, words + c);
       }
-      const C* x = load_piece(x_buffer, p.x, p.dtype, row * p.x_stride + begin, 1, count);
-      C* y = piece_target(y_buffer, p.y, p.y_dtype, y_at, 1, p.accumulate);
-#pragma omp simd
-      for (int64_t i = 0; i < count; ++i) {
-        const C kept = x[i] * factor;
-        y[i] = words[i] >= p.threshold ? kept : C(0);
+      const T* x = static_cast<const T*>(p.x) + row * p.x_stride + begin;
+      if (p.y_dtype == p.dtype) {
+        return drop_piece(static_cast<T*>(p.y) + y_at, x, words, p.threshold, factor, count,
+                          p.accumulate);
       }
+      C y[kPieceCols];
+      drop_piece(y, x, words, p.threshold, factor, count, false);
       store_piece(p.y, p.y_dtype, y_at, 1, y, count, p.accumulate);
     });
   });
