@@ -68,6 +68,10 @@ int64_t AttentionBwd::num_chunks() const {
 }
 
 int64_t AttentionBwd::workspace_numel() const {
+  if (device == DeviceType::kCuda) {
+    const int64_t blocks = (shape.num_queries + kAttentionBlock - 1) / kAttentionBlock;
+    return 2 * shape.batch * shape.num_heads * blocks * kAttentionBlock;
+  }
   return num_chunks() * shape.batch * shape.num_kv_heads * 2 * shape.num_keys *
          padded_width(shape.head_dim);
 }
@@ -235,7 +239,8 @@ Tensor attention(const Tensor& q_BTHD, const Tensor& k_BSHD, const Tensor& v_BSH
                                              .q_strides = head_strides(q),
                                              .k_strides = head_strides(k),
                                              .v_strides = head_strides(v),
-                                             .shape = shape};
+                                             .shape = shape,
+                                             .device = current_stream().device().type};
                   // The storage of saved tensors may have moved since forward (released and
                   // gathered again).
                   if (starts->is_defined()) args.shape.document_starts = starts->data<int32_t>();

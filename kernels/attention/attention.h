@@ -27,7 +27,9 @@ struct AttentionOptions {
 /// Dtypes   q, k, v, o f32 | bf16 | f16; sums in f32, one rounding at the end; f64 in f64
 /// Saves    q, k, v, o, log-sum-exp (4 bytes a query and head), document starts, slopes
 /// Grads    dq, dk, dv; summed in an order that depends on the shape alone. Slopes have none.
-///          A workspace of dk and dv in f32 (a few copies if B Hk < 32) while backward runs
+///          While backward runs, a workspace of dk and dv in f32 (a few copies if B Hk < 32); on
+///          CUDA of 8 bytes a query and head
+/// CUDA     bf16 and f16 on tensor cores (P and dS rounded to the dtype), f32 without; no f64
 /// Streams  current stream; never synchronizes
 /// Errors   ShapeError or DtypeError that begins with "attention:"
 Tensor attention(const Tensor& q_BTHD, const Tensor& k_BSHD, const Tensor& v_BSHD,

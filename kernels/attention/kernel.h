@@ -59,12 +59,14 @@ struct AttentionBwd {
   void *dq, *dk, *dv;  // dtype of the shape
   bool accumulate_dq, accumulate_dk, accumulate_dv;
   HeadStrides dq_strides, dk_strides, dv_strides;
-  /// `workspace_numel` elements of f32 (f64 for f64): dk and dv of each chunk of query blocks.
+  /// `workspace_numel` elements of f32 (f64 for f64): on the CPU dk and dv of each chunk of query
+  /// blocks, on CUDA the log-sum-exp and rowsum(d_out o) of each query.
   void* workspace;
   const void *d_out, *o, *lse;  // contiguous
   const void *q, *k, *v;
   HeadStrides q_strides, k_strides, v_strides;
   AttentionShape shape;
+  DeviceType device = DeviceType::kCpu;  // whose workspace it is
 
   /// Query blocks of a key/value head are dealt to this many partial sums, so that a small batch
   /// has work for many threads. A function of the shape alone, as the order of sums depends on it.
