@@ -222,7 +222,7 @@ class Bench {
                  dy = random({R, C}, dtype_, 3), y = empty_like(x), sum = empty_like(x),
                  dx = empty_like(x), w = random({C}, dtype_, 4), b = random({C}, dtype_, 5),
                  mean = empty({R}), rstd = empty({R}), dw = empty({C}), db = empty({C}),
-                 partials = empty({k::NormBwd::num_chunks(R), 2, C});
+                 partials = empty({k::NormBwd::num_chunks(R, x.device().type), 2, C});
     const k::RowLayout layout = k::contiguous_rows(C);
     for (const bool is_layer : {true, false}) {
       const std::string op = is_layer ? "layer_norm" : "rms_norm";
@@ -241,6 +241,7 @@ class Bench {
       bwd.mean = fwd.mean, bwd.rstd = data(rstd);
       bwd.dtype = bwd.w_dtype = dtype_, bwd.dw_dtype = bwd.db_dtype = kF32;
       bwd.rows = R, bwd.cols = C, bwd.x_rows = bwd.dx_rows = layout;
+      bwd.num_partials = partials.dim(0);
       time(op + "_bwd", by(R, C), is_layer ? k::layer_norm_bwd : k::rms_norm_bwd, bwd);
     }
   }
@@ -353,13 +354,14 @@ class Bench {
 
   void reductions() const {
     const Tensor x = random({s_.R(), s_.C}, dtype_, 1), total = empty({}),
-                 scratch = empty({2 * k::kMaxSumChunks}, kF64), partial = empty({}, kF64),
+                 scratch = empty({2 * k::kMaxNormChunks}, kF64), partial = empty({}, kF64),
                  flags = zeros({1}, kU8);
     const int64_t numel = x.numel(), segments[] = {0, numel};
     const Tensor bounds = from_values(std::span<const int64_t>(segments), {1, 2});
     const std::string shape = fmt::format("{}", numel);
-    time("sum", shape, k::sum,
-         {data(total), scratch.data<double>(), data(x), kF32, dtype_, 1, numel, 1});
+    k::Sum sum{data(total), scratch.data<double>(), data(x), kF32, dtype_, 1, numel, 1};
+    sum.num_chunks = k::num_sum_chunks(1, numel, 1, x.device().type);
+    time("sum", shape, k::sum, sum);
     time("partial_norm", shape, k::partial_norm,
          {partial.data<double>(), flags.data<uint8_t>(), scratch.data<double>(), data(x),
           bounds.data<int64_t>(), dtype_, numel, 1, 2.0});

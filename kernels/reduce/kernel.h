@@ -16,8 +16,18 @@ inline int64_t num_sum_chunks(int64_t length) {
   return std::clamp<int64_t>((length + kSumBlock - 1) / kSumBlock, 1, kMaxSumChunks);
 }
 
+/// The same for a device. CUDA cuts further, until there is work for all multiprocessors, by a rule
+/// that knows the shape only.
+inline int64_t num_sum_chunks(int64_t outer, int64_t length, int64_t inner, DeviceType device) {
+  if (device != DeviceType::kCuda) return num_sum_chunks(length);
+  constexpr int64_t kTasks = 1024, kTaskCols = 256;
+  const int64_t tasks = std::max<int64_t>(1, outer * ((inner + kTaskCols - 1) / kTaskCols));
+  const int64_t blocks = std::max<int64_t>(1, length / kSumBlock);
+  return std::clamp<int64_t>((kTasks + tasks - 1) / tasks, 1, blocks);
+}
+
 /// dst[o, i] = factor * sum_n x[o, n, i], or += with `accumulate`. All contiguous.
-/// `partials`: outer * num_sum_chunks(length) * inner f64, null if there is one chunk.
+/// `partials`: outer * chunks() * inner f64, null if there is one chunk.
 struct Sum {
   void* dst;
   double* partials;
@@ -26,12 +36,18 @@ struct Sum {
   int64_t outer, length, inner;
   double factor = 1;
   bool accumulate = false;
+  int64_t num_chunks = 0;  ///< of a device's own; 0: num_sum_chunks(length)
+
+  int64_t chunks() const { return num_chunks > 0 ? num_chunks : num_sum_chunks(length); }
   Cost cost() const;
 };
 TESSERA_DECLARE_KERNEL(sum, Sum);
 
+/// Chunks of a norm at most; the CPU uses kMaxSumChunks of them.
+inline constexpr int64_t kMaxNormChunks = 1024;
+
 /// *partial = sum |x|^p over segments [begin, end) (max |x| for p = inf); see `partial_norm` in
-/// reduce.h. `chunks`: kMaxSumChunks pairs of f64, scratch. `has_nonfinite` may be null.
+/// reduce.h. `chunks`: kMaxNormChunks pairs of f64, scratch. `has_nonfinite` may be null.
 struct PartialNorm {
   double* partial;
   uint8_t* has_nonfinite;

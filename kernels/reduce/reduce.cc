@@ -16,7 +16,7 @@ Cost Sum::cost() const {
   const int64_t kept = outer * inner;
   // The partials are scratch of this call alone; they count as written, as traffic they stay in
   // cache.
-  const int64_t chunks = partials == nullptr ? 0 : num_sum_chunks(length);
+  const int64_t chunks = partials == nullptr ? 0 : this->chunks();
   return Cost(static_cast<double>(kept * length))
       .read(x, kept * length * static_cast<int64_t>(size_of(dtype)))
       .write(partials, kept * chunks * static_cast<int64_t>(sizeof(double)))
@@ -27,7 +27,7 @@ Cost PartialNorm::cost() const {
   return Cost(2.0 * static_cast<double>(numel))
       .read(x, numel * static_cast<int64_t>(size_of(dtype)))
       .read(segments, num_segments * 2 * static_cast<int64_t>(sizeof(int64_t)))
-      .write(chunks, kMaxSumChunks * 2 * static_cast<int64_t>(sizeof(double)))
+      .write(chunks, kMaxNormChunks * 2 * static_cast<int64_t>(sizeof(double)))
       .write(partial, sizeof(double))
       .write(has_nonfinite, 1);
 }
@@ -59,7 +59,7 @@ void check_floating(const char* op, const Tensor& x) {
 void launch_sum(const Tensor& dst, const Tensor& x, int64_t outer, int64_t length, int64_t inner,
                 double factor, bool accumulate) {
   if (outer * inner == 0) return;
-  const int64_t chunks = kernels::num_sum_chunks(length);
+  const int64_t chunks = kernels::num_sum_chunks(outer, length, inner, x.device().type);
   const Tensor partials = chunks == 1 ? Tensor{} : empty({outer * chunks * inner}, kF64);
   kernels::sum(current_stream(),
                {.dst = dst.raw_data(),
@@ -71,7 +71,8 @@ void launch_sum(const Tensor& dst, const Tensor& x, int64_t outer, int64_t lengt
                 .length = length,
                 .inner = inner,
                 .factor = factor,
-                .accumulate = accumulate});
+                .accumulate = accumulate,
+                .num_chunks = chunks});
 }
 
 void launch_copy(const Tensor& dst, bool accumulate, const Tensor& src, const Strides& strides) {
@@ -246,7 +247,7 @@ void partial_norm(const Tensor& partial, const Tensor& x, const Tensor& segments
   if (has_nonfinite.is_defined()) {
     check_scalar("partial_norm", "has_nonfinite", has_nonfinite, kU8);
   }
-  const Tensor chunks = empty({kernels::kMaxSumChunks * 2}, kF64);
+  const Tensor chunks = empty({kernels::kMaxNormChunks * 2}, kF64);
   kernels::partial_norm(
       current_stream(),
       {.partial = partial.data<double>(),
