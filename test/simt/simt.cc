@@ -106,6 +106,10 @@ ReservedBuffer::~ReservedBuffer() {
   munmap(data_, static_cast<size_t>(nbytes_));
 }
 
+void* ReservedBuffer::data() const {
+  return data_;
+}
+
 void set_launcher(Launcher new_launcher) {
   launcher = std::move(new_launcher);
 }

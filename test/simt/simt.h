@@ -7,7 +7,11 @@
 #include <string>
 #include <vector>
 
+#if defined(TESSERA_ON_DEVICE)
+#include <cuda_runtime_api.h>
+#else
 #include "test/simt/include/vector_types.h"
+#endif
 
 // Runs CUDA kernels on the host, for tests. Each thread of a block is a fiber that runs until it
 // waits; blocks run one after the other. A warp is 32 consecutive fibers, and each *_sync operation
@@ -18,6 +22,9 @@
 // for. Divergent barriers, lanes missing from a mask, exited lanes, deadlocks, misaligned vectors
 // and shared memory that is too small are an Error with block, thread, file and line. Accesses out
 // of bounds are AddressSanitizer's to find: build with it.
+//
+// The tests of the kernel families also run on a device (test/cuda), where the classes for tests
+// are there and do what can be done.
 //
 // State belongs to the thread that launches; launches of several threads do not touch each other.
 
@@ -92,10 +99,10 @@ class ReservedBuffer {
   ~ReservedBuffer();
   ReservedBuffer(const ReservedBuffer&) = delete;
   ReservedBuffer& operator=(const ReservedBuffer&) = delete;
-  void* data() const { return data_; }
+  void* data() const;
   template <class T>
   T* as() const {
-    return static_cast<T*>(data_);
+    return static_cast<T*>(data());
   }
   int64_t nbytes() const { return nbytes_; }
 

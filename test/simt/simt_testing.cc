@@ -29,6 +29,10 @@ DeviceBuffer::~DeviceBuffer() {
   ::operator delete (allocation_, std::align_val_t{kAlignment});
 }
 
+void* DeviceBuffer::data() const {
+  return data_;
+}
+
 Tensor DeviceBuffer::tensor() const {
   Tensor copy = empty(shape_, dtype_);
   current_stream().synchronize();

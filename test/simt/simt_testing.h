@@ -24,10 +24,10 @@ class DeviceBuffer {
   DeviceBuffer(const DeviceBuffer&) = delete;
   DeviceBuffer& operator=(const DeviceBuffer&) = delete;
 
-  void* data() const { return data_; }
+  void* data() const;
   template <class T>
   T* as() const {
-    return static_cast<T*>(data_);
+    return static_cast<T*>(data());
   }
   DType dtype() const { return dtype_; }
   const Shape& shape() const { return shape_; }

@@ -1,0 +1,22 @@
+// The tests of test/simt/<family>_test.cc on a device. Arguments are Catch2's. Without a device
+// they are skipped (exit status 77), which is said.
+#define CATCH_CONFIG_RUNNER
+#if __has_include(<catch2/catch_all.hpp>)
+#include <catch2/catch_all.hpp>
+#else
+#include <catch2/catch.hpp>
+#endif
+
+#include <cstdio>
+
+#include "core/runtime/cuda.h"
+
+int main(int argc, char** argv) {
+  const tessera::CudaProbe probe = tessera::probe_cuda();
+  if (!probe.problem.empty()) {
+    std::printf("skipped: %s\n", probe.problem.c_str());
+    return 77;
+  }
+  const char* all[] = {argv[0], "~*bank conflicts*"};
+  return argc > 1 ? Catch::Session().run(argc, argv) : Catch::Session().run(2, all);
+}
