@@ -1,12 +1,10 @@
-#include <signal.h>
-
 #include <CLI/CLI.hpp>
 #include <cstdio>
 
+#include "apps/run_control.h"
 #include "apps/trainer.h"
 #include "core/files.h"
 #include "core/runtime/context.h"
-#include "dist/comm/watchdog.h"
 #include "nn/generate.h"
 
 namespace tessera::apps {
@@ -17,12 +15,24 @@ void print(const std::string& text) {
   std::fflush(stdout);
 }
 
+/// The short names of two keys that belong on the command line.
+std::string full_name(const std::string& argument) {
+  if (argument == "--resume.override") return "--checkpoint.resume_override=true";
+  for (const auto& [name, key] : {std::pair{"--resume.override", "--checkpoint.resume_override"},
+                                  std::pair{"--resume", "--checkpoint.resume"}}) {
+    if (argument == name || argument.starts_with(std::string(name) + "=")) {
+      return key + argument.substr(std::string(name).size());
+    }
+  }
+  return argument;
+}
+
 /// CONFIG and the overrides, which may stand on either side of it.
 Config parse_arguments(const std::vector<std::string>& arguments) {
   std::string path;
   std::vector<std::string> overrides;
   for (size_t i = 0; i < arguments.size(); ++i) {
-    const std::string& argument = arguments[i];
+    const std::string argument = full_name(arguments[i]);
     if (argument.starts_with("--")) {
       overrides.push_back(argument);
       if (argument.find('=') == std::string::npos && i + 1 < arguments.size()) {
@@ -41,23 +51,6 @@ Config parse_arguments(const std::vector<std::string>& arguments) {
   return load_config(path, overrides);
 }
 
-/// While alive, SIGTERM is left to the watchdog, which says what was in flight.
-class TerminateHandler {
- public:
-  TerminateHandler() {
-    struct sigaction action = {};
-    action.sa_handler = [](int) { dist::Watchdog::notify_terminate(); };
-    action.sa_flags = SA_RESTART;
-    sigaction(SIGTERM, &action, &previous_);
-  }
-  ~TerminateHandler() { sigaction(SIGTERM, &previous_, nullptr); }
-  TerminateHandler(const TerminateHandler&) = delete;
-  TerminateHandler& operator=(const TerminateHandler&) = delete;
-
- private:
-  struct sigaction previous_ = {};
-};
-
 }  // namespace
 
 int train_command(const std::vector<std::string>& arguments, dist::World& world) {
@@ -73,7 +66,7 @@ int train_command(const std::vector<std::string>& arguments, dist::World& world)
   }
   Config config;
   world.control().verdict([&] { config = parse_arguments(arguments); });
-  const TerminateHandler handler;
+  const SignalHandlers handlers;
   train(config, world);
   return 0;
 }

@@ -72,6 +72,16 @@ struct OutputConfig {
   std::string dir = "out/run";
   double peak_tflops = 0;
 };
+struct CheckpointConfig {
+  std::string dir, on_error = "warn", resume = "none";
+  int64_t every = 0, keep = 3, max_errors = 0;
+  bool best = true, resume_override = false;
+};
+struct GuardConfig {
+  int64_t max_skips = 0, max_spikes = 3, spike_window = 50, snapshot_every = 10;
+  std::string spike = "off";
+  double spike_z = 6;
+};
 struct DistConfig {
   double timeout = 600;
   std::string nccl_reduce = "tree";
@@ -82,6 +92,7 @@ struct DebugConfig {
   std::string trace;
   int64_t trace_from = 3, trace_steps = 3;
   int64_t exposed_units = 0;
+  int64_t nan_step = 0, nan_rank = 0;
 };
 
 struct Config {
@@ -96,6 +107,8 @@ struct Config {
   RecomputeConfig recompute;
   MemoryConfig memory;
   OutputConfig output;
+  CheckpointConfig checkpoint;
+  GuardConfig guard;
   DistConfig dist;
   DebugConfig debug;
 

@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
 #include <nlohmann/json.hpp>
 
 #include "core/check.h"
@@ -42,6 +43,19 @@ const char* name_of(RunState state) {
       return "failed";
   }
   return "";
+}
+
+/// The lines of steps up to `step`, in order. A run that was killed may have half a line at the
+/// end.
+std::string lines_up_to(const std::string& path, int64_t step) {
+  std::string kept;
+  std::ifstream file(path, std::ios::binary);
+  for (std::string line; std::getline(file, line);) {
+    const auto object = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
+    if (!object.is_object() || !object.contains("step") || !object["step"].is_number()) continue;
+    if (object["step"].get<int64_t>() <= step) kept += line + "\n";
+  }
+  return kept;
 }
 
 }  // namespace
@@ -113,10 +127,13 @@ bool prints_to_terminal() {
 MetricsLog::MetricsLog(const Options& options)
     : options_(options), start_(std::chrono::steady_clock::now()) {
   const std::string path = options.dir + "/metrics.jsonl";
+  const std::string kept = options.first_step > 0 ? lines_up_to(path, options.first_step) : "";
   file_ = std::fopen(path.c_str(), "w");
   if (file_ == nullptr) {
     throw IoError(fmt::format("{}: cannot be written: {}", path, std::strerror(errno)));
   }
+  std::fputs(kept.c_str(), file_);
+  std::fflush(file_);
 }
 
 MetricsLog::~MetricsLog() {

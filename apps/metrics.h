@@ -57,9 +57,10 @@ class MetricsLog {
     int64_t log_every = 1;  ///< steps a printed line; evaluations and the last always
     bool progress_bar = false;
     std::FILE* out = stdout;
+    int64_t first_step = 0;  ///< steps done before: their lines stay
   };
 
-  /// Starts `metrics.jsonl` anew.
+  /// Starts `metrics.jsonl` anew, but for the lines of steps up to `first_step`.
   explicit MetricsLog(const Options& options);
   ~MetricsLog();
   MetricsLog(const MetricsLog&) = delete;

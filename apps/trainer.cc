@@ -1,7 +1,6 @@
 #include "apps/trainer.h"
 
-#include <signal.h>
-#include <unistd.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <atomic>
@@ -9,10 +8,14 @@
 #include <cmath>
 #include <deque>
 #include <filesystem>
+#include <limits>
 #include <thread>
 
+#include "apps/checkpointing.h"
+#include "apps/loss.h"
 #include "apps/metrics.h"
 #include "apps/options.h"
+#include "apps/run_control.h"
 #include "core/autograd.h"
 #include "core/files.h"
 #include "core/log.h"
@@ -28,10 +31,6 @@ namespace tessera::apps {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-
-double seconds_since(Clock::time_point start) {
-  return std::chrono::duration<double>(Clock::now() - start).count();
-}
 
 void prepare_output_dir(const Config& config) {
   const std::string& dir = config.output.dir;
@@ -55,9 +54,12 @@ void prepare_output_dir(const Config& config) {
 struct PendingStep {
   int64_t step = 0;
   double lr = 0;
+  int64_t first_sample = 0;
+  std::vector<Tensor> losses;  // sums of this rank's micro-batches
   HostCopy loss_sum, grad_norm, found_inf;
   HostCopy loss_scale;  // of this step; undefined without one
   std::shared_ptr<const dist::ExposedTimes> exposed;
+  std::optional<double> spike;  // standard deviations; nothing was applied
   Event done;
 };
 
@@ -69,33 +71,35 @@ bool is_running(const std::string& dir) {
   }
 }
 
-/// Ends the process as `signal` does without a handler, so that who started it sees why.
-void end_by_signal(int number) {
-  signal(number, SIG_DFL);
-  kill(getpid(), number);
-}
-
 class Trainer {
  public:
   /// `steps_done` follows the steps that the host has seen complete.
-  Trainer(const Config& config, dist::World& world, std::atomic<int64_t>* steps_done);
+  Trainer(const Config& config, dist::World& world, Checkpointing& checkpoints,
+          std::atomic<int64_t>* steps_done);
   TrainResult run();
 
  private:
   void count_batches();
   void describe();
+  void resume();
   PendingStep submit_step(int64_t step);
   StepMetrics finish_step(const PendingStep& pending);
-  std::optional<double> evaluate();
-  double sum_in_sample_order(const std::vector<Tensor>& sums);
-  nn::ForwardOptions forward_options(const Batch& batch) const;
+  bool accept_step(const PendingStep& pending, const StepMetrics& metrics);
+  [[noreturn]] void stop(const PendingStep& pending, const std::string& what);
+  std::string find_batches(const PendingStep& pending, bool only_largest);
+  void take_snapshot();
+  void rewind();
+  dist::Progress progress() const;
+  void finish(bool evaluates);
+  void preempt();
+  void end_run();
   void print_sample();
-  bool is_out_of_time();
   void follow_trace(int64_t step);
   void write_trace();
 
   Config config_;
   dist::World& world_;
+  Checkpointing& checkpoints_;
   std::atomic<int64_t>* steps_done_;
   Data data_;
   std::optional<TrainSamples> samples_;
@@ -105,16 +109,32 @@ class Trainer {
   std::unique_ptr<dist::Fsdp> fsdp_;
   std::unique_ptr<optim::Optimizer> optimizer_;
   std::optional<optim::Schedule> schedule_;
-  std::unique_ptr<MetricsLog> log_;  // rank 0
+  std::vector<std::string> early_lines_;  // before there is a log
+  std::unique_ptr<MetricsLog> log_;       // rank 0
   std::optional<dist::LossScaler> scaler_;
+  TrainResult result_;
+  int64_t step_ = 0;         // steps submitted
+  int64_t next_sample_ = 0;  // global: the first of the next step
+  std::optional<PendingStep> pending_;
   int64_t num_skipped_ = 0;
+  int64_t skips_in_a_row_ = 0, spikes_in_a_row_ = 0;
+  SpikeGuard guard_;
+  std::unique_ptr<dist::Snapshot> snapshot_;
+  int64_t snapshot_step_ = -1;
+  bool is_rewind_due_ = false, is_best_ = false;
+  double last_lr_ = 0;
+  std::optional<double> val_loss_, best_val_loss_;  // of the state now; of all
   bool is_tracing_ = false;
-  Clock::time_point start_;
   std::deque<Clock::time_point> step_ends_;  // since the start or the last evaluation
 };
 
-Trainer::Trainer(const Config& config, dist::World& world, std::atomic<int64_t>* steps_done)
-    : config_(config), world_(world), steps_done_(steps_done) {
+Trainer::Trainer(const Config& config, dist::World& world, Checkpointing& checkpoints,
+                 std::atomic<int64_t>* steps_done)
+    : config_(config),
+      world_(world),
+      checkpoints_(checkpoints),
+      steps_done_(steps_done),
+      guard_(config.guard) {
   world_.control().verdict([&] {
     data_ = load_data(config_);
     const SampleOptions options = sample_options(config_, data_.vocab_size);
@@ -132,17 +152,46 @@ Trainer::Trainer(const Config& config, dist::World& world, std::atomic<int64_t>*
   optimizer_ = make_optimizer(config_.optim, fsdp_->shards());
   schedule_.emplace(make_schedule(config_));
   scaler_.emplace(loss_scale_options(config_.precision));
+  resume();
+}
+
+/// Everything is there: what it starts from, and the log from there on.
+void Trainer::resume() {
+  const RunIdentity identity{fingerprint(data_.train), static_cast<uint64_t>(config_.train.seed),
+                             samples_per_step_};
+  const auto progress =
+      checkpoints_.start({model_.get(), fsdp_.get(), optimizer_.get(), &*scaler_}, identity,
+                         [&](const std::string& line) {
+                           log_ != nullptr ? log_->print(line) : early_lines_.push_back(line);
+                         });
+  if (progress) {
+    step_ = progress->step;
+    next_sample_ = progress->next_sample;
+    num_skipped_ = progress->num_skipped;
+    last_lr_ = progress->lr;
+    best_val_loss_ = progress->best_val_loss;
+    *steps_done_ = step_;
+  }
+  if (guard_.rewinds()) {
+    const dist::TrainingState state{model_.get(), fsdp_.get(), optimizer_.get(), &*scaler_};
+    snapshot_ = std::make_unique<dist::Snapshot>(dist::held_slices(state));
+  }
   world_.control().verdict([&] {
     if (world_.rank() != 0) return;
     log_ = std::make_unique<MetricsLog>(MetricsLog::Options{.dir = config_.output.dir,
                                                             .num_steps = config_.train.steps,
                                                             .log_every = config_.train.log_every,
-                                                            .progress_bar = prints_to_terminal()});
-    if (data_.tokenizer != nullptr) {
-      write_file_atomically(config_.output.dir + "/tokenizer.json", data_.tokenizer->to_json());
+                                                            .progress_bar = prints_to_terminal(),
+                                                            .first_step = step_});
+    if (data_.tokenizer == nullptr) return;
+    for (const std::string& dir : {config_.output.dir, checkpoints_.dir()}) {
+      write_file_atomically(dir + "/tokenizer.json", data_.tokenizer->to_json());
     }
   });
-  if (world_.rank() == 0) describe();
+  if (world_.rank() == 0) {
+    describe();
+    for (const std::string& line : early_lines_) log_->print(line);
+  }
 }
 
 void Trainer::count_batches() {
@@ -177,49 +226,44 @@ void Trainer::describe() {
       world_.world_size(), grad_accum_steps_, config_.train.micro_batch, tokens_per_step_));
 }
 
-nn::ForwardOptions Trainer::forward_options(const Batch& batch) const {
-  nn::ForwardOptions options;
-  const Shape shape{batch.B, batch.T};
-  if (!batch.document_starts.empty()) {
-    options.document_starts = from_values(std::span<const int32_t>(batch.document_starts), shape);
-  }
-  if (!batch.positions.empty()) {
-    options.positions = from_values(std::span<const int32_t>(batch.positions), shape);
-  }
-  return options;
-}
-
 PendingStep Trainer::submit_step(int64_t step) {
   PendingStep pending;
   pending.step = step + 1;
-  std::vector<Tensor> losses;
+  pending.first_sample = next_sample_;
   const int64_t B = config_.train.micro_batch;
   // The mean over the step's targets of all ranks: folded in where the gradient starts.
   const Tensor grad_scale = scaler_->grad_scale(1.0 / static_cast<double>(tokens_per_step_));
   for (int64_t pass = 0; pass < grad_accum_steps_; ++pass) {
     const int64_t offset = (pass * world_.world_size() + world_.rank()) * B;
-    const Batch batch = samples_->batch(step * samples_per_step_ + offset, B);
+    const Batch batch = samples_->batch(next_sample_ + offset, B);
     random_state() = {.seed = static_cast<uint64_t>(config_.train.seed),
                       .step = static_cast<uint64_t>(step),
                       .op_index = 0,
                       .sample_offset = offset};
     fsdp_->begin_micro_batch(static_cast<int>(pass), static_cast<int>(grad_accum_steps_));
-    LinearCrossEntropyOptions loss_options;
-    loss_options.ignore_index = kIgnoredTarget;
-    loss_options.grad_scale = grad_scale;
-    const Shape shape{batch.B, batch.T};
-    const LossSum loss = model_->loss(from_values(std::span<const int32_t>(batch.inputs), shape),
-                                      from_values(std::span<const int32_t>(batch.targets), shape),
-                                      forward_options(batch), loss_options);
+    const LossSum loss = batch_loss(*model_, batch, grad_scale);
     backward(loss.sum, grad_scale);
-    losses.push_back(loss.sum.detach().view({1}));
+    pending.losses.push_back(loss.sum.detach().view({1}));
   }
+  if (config_.debug.nan_step == step + 1 && config_.debug.nan_rank == world_.rank()) {
+    pending.losses.back().fill_(std::numeric_limits<double>::quiet_NaN());
+  }
+  const Tensor loss_sum = fsdp_->sum_micro_batches(pending.losses);
+  pending.loss_sum = HostCopy(loss_sum);
   const dist::ClippedNorm clip =
       fsdp_->clip_grad_norm(config_.optim.clip, config_.optim.clip_p, scaler_->scale());
+  include_loss(clip, loss_sum);
+  Tensor skip = clip.found_inf;
+  if (guard_.is_on()) {
+    const double loss = pending.loss_sum.item() / static_cast<double>(tokens_per_step_);
+    if (guard_.is_spike(loss)) {
+      pending.spike = guard_.score(loss);
+      skip = full({}, 1, kU8);
+    }
+  }
   pending.lr = schedule_->lr(step);
-  optimizer_->step(static_cast<float>(pending.lr), clip.factor, clip.found_inf);
+  optimizer_->step(static_cast<float>(pending.lr), clip.factor, skip);
   fsdp_->end_step();
-  pending.loss_sum = HostCopy(fsdp_->sum_micro_batches(losses));
   if (scaler_->options().scaling != dist::LossScaling::kNone) {
     pending.loss_scale = HostCopy(scaler_->scale());
     scaler_->update(clip.found_inf);
@@ -238,7 +282,7 @@ StepMetrics Trainer::finish_step(const PendingStep& pending) {
   m.lr = pending.lr;
   m.loss = pending.loss_sum.item() / static_cast<double>(tokens_per_step_);
   m.grad_norm = pending.grad_norm.item();
-  m.tokens = pending.step * tokens_per_step_;
+  m.tokens = (pending.first_sample + samples_per_step_) * config_.model.context;
   if (pending.exposed != nullptr) {
     m.exposed_gather_ms = pending.exposed->gather_ms();
     m.exposed_reduce_ms = pending.exposed->reduce_ms();
@@ -261,66 +305,100 @@ StepMetrics Trainer::finish_step(const PendingStep& pending) {
     m.mfu = m.tokens_per_second * model_->flops_per_token(config_.model.context) /
             (config_.output.peak_tflops * 1e12 * world_.world_size());
   }
-  bool is_skipped = false;
-  if (pending.loss_scale.is_defined()) {
-    m.loss_scale = pending.loss_scale.item();
-    // A scale that can fall may help: the step was skipped and the next one starts lower.
-    is_skipped = pending.found_inf.item() != 0 && *m.loss_scale > scaler_->options().rule.min_scale;
-    if (is_skipped) ++num_skipped_;
-    m.skipped = num_skipped_;
+  const bool is_accepted = accept_step(pending, m);
+  if (pending.loss_scale.is_defined()) m.loss_scale = pending.loss_scale.item();
+  if (pending.loss_scale.is_defined() || num_skipped_ > 0) m.skipped = num_skipped_;
+  if (is_accepted) {
+    skips_in_a_row_ = spikes_in_a_row_ = 0;
+    guard_.add(m.loss);
   }
-  if (!is_skipped && (pending.found_inf.item() != 0 || !std::isfinite(m.loss))) {
-    // The same numbers on every rank; the optimizer has left the states as they were.
-    const NumericsError error(
-        fmt::format("step {}: loss {}, gradient norm {}, expected finite numbers; nothing of this "
-                    "step was applied",
-                    m.step, m.loss, m.grad_norm));
-    world_.control().verdict(&error);
-  }
+  last_lr_ = m.lr;
   *steps_done_ = m.step;
   return m;
 }
 
-std::optional<double> Trainer::evaluate() {
-  const int64_t B = config_.train.micro_batch, ranks = world_.world_size();
-  int64_t passes = (eval_samples_->num_samples() + B * ranks - 1) / (B * ranks);
-  if (config_.train.eval_batches > 0) passes = std::min(passes, config_.train.eval_batches);
-  if (passes == 0) return std::nullopt;
-  NoGrad no_grad;
-  model_->train(false);
-  Tensor total = zeros({1}, kF64);
-  std::vector<Tensor> sums;
-  int64_t num_valid = 0;
-  for (int64_t pass = 0; pass < passes; ++pass) {
-    const Batch batch = eval_samples_->batch((pass * ranks + world_.rank()) * B, B);
-    const Shape shape{batch.B, batch.T};
-    LinearCrossEntropyOptions loss_options;
-    loss_options.ignore_index = kIgnoredTarget;
-    const LossSum loss = model_->loss(from_values(std::span<const int32_t>(batch.inputs), shape),
-                                      from_values(std::span<const int32_t>(batch.targets), shape),
-                                      forward_options(batch), loss_options);
-    sums.push_back(loss.sum.view({1}).to(kF64));
-    total.add_(sums.back());
-    num_valid += batch.num_valid;
+/// Whether the step changed the model. If it did not, counts it, or ends the run: by the same
+/// numbers on every rank. The optimizer has left all states as they were.
+bool Trainer::accept_step(const PendingStep& pending, const StepMetrics& m) {
+  const bool is_finite = pending.found_inf.item() == 0;
+  if (is_finite && !pending.spike) return true;
+  ++num_skipped_;
+  // A scale that can fall may help: the next step starts lower.
+  const bool scale_falls = pending.loss_scale.is_defined() &&
+                           pending.loss_scale.item() > scaler_->options().rule.min_scale;
+  if (!is_finite && scale_falls && std::isfinite(m.loss)) return false;
+  std::string what;
+  if (!is_finite) {
+    what = fmt::format(
+        "step {}: loss {}, gradient norm {}, expected finite numbers; nothing of this step was "
+        "applied; {}",
+        m.step, m.loss, pending.grad_norm.item(), find_batches(pending, false));
+    if (++skips_in_a_row_ > config_.guard.max_skips) stop(pending, what);
+  } else {
+    what = fmt::format(
+        "step {}: loss {:.4f} is {:.1f} standard deviations above the last {}, expected at most "
+        "{}; nothing of this step was applied; {}",
+        m.step, m.loss, *pending.spike, config_.guard.spike_window, config_.guard.spike_z,
+        find_batches(pending, true));
+    if (++spikes_in_a_row_ > config_.guard.max_spikes) stop(pending, what);
+    is_rewind_due_ = guard_.rewinds();
   }
-  fsdp_->end_forward();
-  model_->train(true);
-  const double sum =
-      config_.train.reproducible ? sum_in_sample_order(sums) : world_.control().sum(total.item());
-  return sum / static_cast<double>(world_.control().sum(num_valid));
+  if (world_.rank() == 0) log_warning("{}", what);
+  return false;
 }
 
-/// The sum of the micro-batches that all ranks have evaluated: the same for any number of ranks.
-double Trainer::sum_in_sample_order(const std::vector<Tensor>& sums) {
-  std::vector<double> mine, all(sums.size() * static_cast<size_t>(world_.world_size()));
-  for (const Tensor& sum : sums) mine.push_back(sum.item());
+void Trainer::stop(const PendingStep&, const std::string& what) {
+  checkpoints_.finish();
+  const NumericsError error(what);
+  world_.control().verdict(&error);
+  throw error;  // not reached: the verdict is that of all ranks
+}
+
+/// "samples 80 to 119; not finite: rank 1, samples 88 to 95" from the losses of all micro-batches,
+/// or with the largest one.
+std::string Trainer::find_batches(const PendingStep& pending, bool only_largest) {
+  const auto ranks = static_cast<size_t>(world_.world_size());
+  const int64_t B = config_.train.micro_batch;
+  std::vector<double> mine, all(pending.losses.size() * ranks);
+  for (const Tensor& loss : pending.losses) mine.push_back(loss.item());
   world_.control().all_gather(all.data(), mine.data(),
                               static_cast<int64_t>(mine.size() * sizeof(double)));
-  double total = 0;
-  for (size_t pass = 0; pass < sums.size(); ++pass) {
-    for (size_t i = pass; i < all.size(); i += sums.size()) total += all[i];
+  const auto name = [&](size_t i) {
+    const size_t rank = i / mine.size(), pass = i % mine.size();
+    const int64_t first = pending.first_sample + static_cast<int64_t>(pass * ranks + rank) * B;
+    return fmt::format("rank {}, samples {} to {}", rank, first, first + B - 1);
+  };
+  std::string text = fmt::format("samples {} to {}; ", pending.first_sample,
+                                 pending.first_sample + samples_per_step_ - 1);
+  if (only_largest) {
+    const auto i = static_cast<size_t>(std::max_element(all.begin(), all.end()) - all.begin());
+    return text +
+           fmt::format("largest ({:.4f}): {}",
+                       all[i] / static_cast<double>(B) / static_cast<double>(config_.model.context),
+                       name(i));
   }
-  return total;
+  std::vector<std::string> names;
+  for (size_t i = 0; i < all.size(); ++i) {
+    if (!std::isfinite(all[i])) names.push_back(name(i));
+  }
+  if (names.empty()) return text + "the losses of all ranks are finite";
+  return text + fmt::format("not finite: {}", fmt::join(names, "; "));
+}
+
+void Trainer::take_snapshot() {
+  snapshot_->capture();
+  snapshot_step_ = step_;
+}
+
+/// The state of the last snapshot; the data goes on.
+void Trainer::rewind() {
+  is_rewind_due_ = false;
+  snapshot_->restore();
+  fsdp_->shards_changed();
+  step_ = snapshot_step_;
+  if (log_ != nullptr) {
+    log_->print(fmt::format("back to step {}, on with sample {}", step_, next_sample_));
+  }
 }
 
 /// Called before a step is submitted: the timeline begins and ends between steps.
@@ -346,47 +424,96 @@ void Trainer::write_trace() {
   if (log_ != nullptr) log_->print("trace: " + path);
 }
 
-bool Trainer::is_out_of_time() {
-  if (config_.train.max_minutes == 0) return false;
-  const bool mine = seconds_since(start_) >= config_.train.max_minutes * 60;
-  return world_.control().max(mine ? 1 : 0) != 0;
+dist::Progress Trainer::progress() const {
+  return {.step = step_,
+          .next_sample = next_sample_,
+          .samples_per_step = samples_per_step_,
+          .tokens = next_sample_ * config_.model.context,
+          .num_skipped = num_skipped_,
+          .lr = last_lr_,
+          .val_loss = val_loss_,
+          .best_val_loss = best_val_loss_,
+          .seed = static_cast<uint64_t>(config_.train.seed),
+          .data_id = fingerprint(data_.train),
+          .config = dump_config(config_)};
+}
+
+/// Completes the step in flight on the host.
+void Trainer::finish(bool evaluates) {
+  StepMetrics m = finish_step(*pending_);
+  pending_.reset();
+  if (evaluates) {
+    m.val_loss = evaluate(*model_, *fsdp_, world_, *eval_samples_, config_.train);
+    step_ends_ = {Clock::now()};
+  }
+  val_loss_ = m.val_loss;
+  is_best_ = val_loss_ && !(best_val_loss_ && *best_val_loss_ <= *val_loss_);
+  if (is_best_) best_val_loss_ = val_loss_;
+  result_.loss = m.loss;
+  if (m.val_loss) result_.val_loss = m.val_loss;
+  if (log_ != nullptr) log_->add(m);
 }
 
 TrainResult Trainer::run() {
-  TrainResult result;
   const int64_t num_steps = config_.train.steps, eval_every = config_.train.eval_every;
-  std::optional<PendingStep> pending;
-  const auto finish = [&] {
-    StepMetrics m = finish_step(*pending);
-    pending.reset();
-    const bool is_last = m.step == num_steps || (result.steps != 0 && m.step == result.steps);
-    if (is_last || (eval_every > 0 && m.step % eval_every == 0)) {
-      m.val_loss = evaluate();
-      step_ends_ = {Clock::now()};
+  RunControl control(config_.train, world_);
+  step_ends_ = {Clock::now()};
+  result_.steps = step_;
+  while (step_ < num_steps) {
+    if (guard_.rewinds() && step_ % config_.guard.snapshot_every == 0) take_snapshot();
+    follow_trace(step_);
+    PendingStep submitted = submit_step(step_);
+    ++step_;
+    next_sample_ += samples_per_step_;
+    if (pending_) finish(false);
+    pending_ = std::move(submitted);
+    const RunControl::Decision decision = control.poll(checkpoints_.state());
+    checkpoints_.advance(decision.writers);
+    const bool is_last = step_ == num_steps || decision.is_out_of_time;
+    const bool stops = is_last || decision.is_preempted;
+    const bool evaluates =
+        !decision.is_preempted && (is_last || (eval_every > 0 && step_ % eval_every == 0));
+    const bool saves =
+        decision.is_preempted || checkpoints_.is_due(step_) || (is_last && checkpoints_.is_on());
+    // Evaluations and checkpoints are of the parameters after their step: nothing is ahead of it.
+    if (stops || evaluates || saves || guard_.is_on()) finish(evaluates);
+    if (is_rewind_due_) rewind();
+    result_.steps = step_;
+    if (decision.is_preempted) world_.set_on_end(nullptr);  // the end of the step is reached
+    if (saves || (is_best_ && checkpoints_.is_on() && config_.checkpoint.best)) {
+      checkpoints_.save(progress());
     }
-    result.loss = m.loss;
-    if (m.val_loss) result.val_loss = m.val_loss;
-    if (log_ != nullptr) log_->add(m);
-  };
-  start_ = Clock::now();
-  step_ends_ = {start_};
-  for (int64_t step = 0; step < num_steps; ++step) {
-    follow_trace(step);
-    PendingStep submitted = submit_step(step);
-    if (pending) finish();
-    pending = std::move(submitted);
-    const bool stops = step + 1 == num_steps || is_out_of_time();
-    if (stops) result.steps = step + 1;
-    // An evaluation is of the parameters after its step, so nothing may be ahead of it.
-    if (stops || (eval_every > 0 && (step + 1) % eval_every == 0)) finish();
+    is_best_ = false;
+    if (decision.is_preempted) {
+      result_.is_preempted = true;
+      write_trace();
+      preempt();
+      return result_;
+    }
     if (stops) break;
   }
+  end_run();
+  return result_;
+}
+
+/// Ends when the checkpoint is complete.
+void Trainer::preempt() {
+  if (!checkpoints_.finish()) {
+    const IoError error(fmt::format(
+        "step {}: preempted, but its checkpoint could not be written; the one before it stays",
+        step_));
+    world_.control().verdict(&error);
+  }
+  if (log_ != nullptr) log_->print(fmt::format("preempted after step {}", step_));
+}
+
+void Trainer::end_run() {
   write_trace();
   const std::string path = config_.output.dir + "/model.safetensors";
-  apps::save_model(path, *model_, *fsdp_, world_);
+  save_model(path, *model_, *fsdp_, world_);
   if (log_ != nullptr) log_->print("model: " + path);
   print_sample();
-  return result;
+  checkpoints_.finish();
 }
 
 void Trainer::print_sample() {
@@ -420,6 +547,9 @@ TrainResult train(const Config& config, dist::World& world) {
     options.poison = config.debug.poison;
     options.order_check = config.debug.order_check;
     context = std::make_shared<Context>(options);
+  });
+  Checkpointing checkpoints(config, world);  // before anything of an earlier run is touched
+  world.control().verdict([&] {
     if (world.rank() == 0) prepare_output_dir(config);
   });
   const Context::Scope scope(context);
@@ -433,21 +563,28 @@ TrainResult train(const Config& config, dist::World& world) {
     }
   };
   std::atomic<int64_t> steps_done = 0;
-  // A step that is not through by the time the process is ended has failed.
+  // A step that is not through by the time the process is ended has failed. After a first SIGTERM
+  // it may still get through; see [Note: Signals].
   world.set_on_end([&](const std::string& reason) {
     // Rank 0 may be the one that is gone already: then the next says so.
     std::this_thread::sleep_for(std::chrono::milliseconds(100) * std::min(world.rank(), 3));
     const bool is_stand_in = world.rank() != 0 && is_running(config.output.dir);
-    report(RunState::kFailed, steps_done, reason.empty() ? "ended by SIGTERM" : reason,
-           is_stand_in);
-    if (reason.empty()) end_by_signal(SIGTERM);
+    const char* signal = SignalHandlers::ends_at_once() ? "ended by a second SIGUSR1"
+                                                        : "ended by SIGTERM within a step";
+    report(RunState::kFailed, steps_done, reason.empty() ? signal : reason, is_stand_in);
+    if (SignalHandlers::ends_at_once()) SignalHandlers::end_by_signal();
   });
   const auto forget = [](dist::World* w) { w->set_on_end(nullptr); };
   const std::unique_ptr<dist::World, decltype(forget)> scope_of_action(&world, forget);
   try {
-    Trainer trainer(config, world, &steps_done);
+    Trainer trainer(config, world, checkpoints, &steps_done);
     const TrainResult result = trainer.run();
     if (context->order_check() != nullptr) context->order_check()->throw_if_conflicts();
+    if (result.is_preempted) {
+      report(RunState::kPreempted, result.steps, "asked to end; --resume=auto goes on");
+      forget_preemption();
+      return result;
+    }
     const bool is_short = result.steps < config.train.steps;
     report(RunState::kFinished, result.steps, is_short ? "train.max_minutes reached" : "");
     return result;

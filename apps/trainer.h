@@ -15,6 +15,7 @@ struct TrainResult {
   int64_t steps = 0;
   double loss = 0;  ///< of the last step
   std::optional<double> val_loss;
+  bool is_preempted = false;  ///< asked to end; the checkpoint is complete
 };
 
 /// A whole training run on the ranks of `world`; all call it. Makes `output.dir` with
@@ -23,9 +24,10 @@ struct TrainResult {
 ///   status.json        running, finished, preempted or failed, and why
 ///   model.safetensors  at the end: f32 parameters under their full names
 ///   tokenizer.json     if the data is a text
+///   step-NNNNNNNN/     checkpoints (checkpoint.*)
 /// and prints a line a step on rank 0. What one rank alone sees wrong ends all ranks with the same
-/// error. Errors   ConfigError, InputError, NumericsError (non-finite loss or gradient norm, with
-/// the step; that step changes nothing), IoError
+/// error. Errors   ConfigError, InputError, CheckpointError, NumericsError (non-finite loss or
+/// gradient norm, with step, rank and samples; that step changes nothing), IoError
 TrainResult train(const Config& config, dist::World& world);
 
 /// `tessera-train` and `tessera-generate` with the arguments after the program's name.

@@ -166,7 +166,12 @@ std::optional<SaveResult> CheckpointWriter::advance(std::span<const State> state
     return end(error);
   }
   if (phase_ == Phase::kManifest) {
-    if (world_.rank() == 0) thread_->start_aside([this, step = progress_.step] { prune(step); });
+    // What was damaged at this step is whole now.
+    std::erase(options_.damaged, options_.dir + "/" + step_directory_name(progress_.step));
+    if (world_.rank() == 0) {
+      thread_->start_aside(
+          [this, step = progress_.step, damaged = options_.damaged] { prune(step, damaged); });
+    }
     return end("");
   }
   // All files are on the disk.
@@ -279,13 +284,12 @@ std::vector<size_t> superfluous_checkpoints(std::span<const CheckpointRank> chec
 }
 
 /// After the save of `step`. Later ones are of a run that went back to before them.
-void CheckpointWriter::prune(int64_t step) const {
+void CheckpointWriter::prune(int64_t step, const std::vector<std::string>& damaged) const {
   std::vector<CheckpointPlace> places = list_checkpoints(options_.dir);
   std::erase_if(places, [&](const CheckpointPlace& place) { return place.step > step; });
-  for (const std::string& dir : options_.damaged) {
-    const auto found = std::find_if(places.begin(), places.end(), [&](const CheckpointPlace& p) {
-      return p.dir == dir && p.step != step;
-    });
+  for (const std::string& dir : damaged) {
+    const auto found = std::find_if(places.begin(), places.end(),
+                                    [&](const CheckpointPlace& p) { return p.dir == dir; });
     if (found == places.end()) continue;
     remove_checkpoint(dir);
     places.erase(found);

@@ -66,7 +66,7 @@ class CheckpointWriter {
 
   RankRecord write_file(const Progress& progress) const;
   void commit(const Manifest& manifest) const;
-  void prune(int64_t step) const;
+  void prune(int64_t step, const std::vector<std::string>& damaged) const;
   SaveResult end(std::string error);
 
   World& world_;

@@ -1,0 +1,73 @@
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "apps/config.h"
+#include "apps/data.h"
+#include "dist/checkpoint/writer.h"
+#include "dist/comm/world.h"
+
+namespace tessera::apps {
+
+/// A short text that differs for other training data: lengths of the shards and hashes of their
+/// first and last tokens.
+std::string fingerprint(const Corpus& corpus);
+
+/// What a run must have in common with the checkpoint it goes on from.
+struct RunIdentity {
+  std::string data_id;
+  uint64_t seed = 0;
+  int64_t samples_per_step = 0;
+};
+
+/// The checkpoints of one run: where they are, what it resumes from, when to save, and what becomes
+/// of a save that fails. All ranks make the same calls.
+class Checkpointing {
+ public:
+  /// `print` gets lines for the log, on rank 0.
+  using Print = std::function<void(const std::string& line)>;
+
+  /// Prepares `checkpoint.dir`. Errors   ConfigError if it cannot be made or written, or if it has
+  /// checkpoints and `checkpoint.resume` is "none"
+  Checkpointing(const Config& config, dist::World& world);
+
+  /// Loads what `checkpoint.resume` names into `state`; nothing for "none" and for "auto" without
+  /// checkpoints. Then saves are of this state. Errors   CheckpointError if there is no whole
+  /// checkpoint or it does not fit; ConfigError if its data, seed or batch are not those of
+  /// `identity` and `checkpoint.resume_override` is not set
+  std::optional<dist::Progress> start(const dist::TrainingState& state, const RunIdentity& identity,
+                                      Print print);
+
+  /// Whether the state after `step` is to be saved.
+  bool is_due(int64_t step) const;
+  bool is_on() const { return config_.checkpoint.every > 0; }
+  /// Begins to save, unless this step was. A save that is not over is waited for first.
+  void save(const dist::Progress& progress);
+  dist::CheckpointWriter::State state() const { return writer_->state(); }
+  /// What the ranks know of each other's writers (RunControl::poll).
+  void advance(std::span<const dist::CheckpointWriter::State> states);
+  /// Waits for the save that was begun; true if the last one is complete.
+  bool finish();
+
+  const std::string& dir() const { return dir_; }
+
+ private:
+  void report(const std::optional<dist::SaveResult>& result);
+  void check_identity(const dist::CheckpointReader& reader, const RunIdentity& identity) const;
+
+  const Config& config_;
+  dist::World& world_;
+  std::string dir_, run_;
+  Print print_;
+  std::unique_ptr<dist::CheckpointWriter> writer_;
+  bool adopts_run_ = false;  // the directory does not say of which run its checkpoints are
+  int64_t last_step_ = -1;   // that was saved or loaded
+  int64_t num_errors_ = 0;   // in a row
+};
+
+}  // namespace tessera::apps

@@ -1,0 +1,26 @@
+#pragma once
+
+#include <optional>
+
+#include "apps/config.h"
+#include "apps/data.h"
+#include "dist/comm/world.h"
+#include "dist/fsdp/fully_shard.h"
+#include "nn/transformer.h"
+
+namespace tessera::apps {
+
+/// The model's loss on a batch; `grad_scale` is where backward will start.
+LossSum batch_loss(nn::LanguageModel& model, const Batch& batch, const Tensor& grad_scale = {});
+
+/// A loss that is not finite counts like a gradient norm that is not: `clip.norm` becomes NaN and
+/// `clip.found_inf` 1. Else no bit changes. On the current stream.
+void include_loss(const dist::ClippedNorm& clip, const Tensor& loss);
+
+/// The mean loss over the validation split, or its first `train.eval_batches`; the same on all
+/// ranks, and in reproducible mode on any number of them. Nothing without samples. All ranks call
+/// it; it waits for the device.
+std::optional<double> evaluate(nn::LanguageModel& model, dist::Fsdp& fsdp, dist::World& world,
+                               const EvalSamples& samples, const TrainConfig& config);
+
+}  // namespace tessera::apps
