@@ -132,7 +132,5 @@ trainer() {
 }
 trainer "kill -9 to rank 1 of 2" 2 1 KILL any SIGTERM
 trainer "kill -9 to rank 0 of 3" 3 0 KILL any SIGTERM
-trainer "SIGTERM to mpirun" 2 mpirun TERM any SIGTERM
-trainer "SIGTERM to one rank" 2 1 TERM any SIGTERM
 trainer "SIGSTOP to one rank, dist.timeout 2 s" 2 1 STOP 6 "rank 0: .* has not finished in 2 s"
 exit "$((failures > 0))"

@@ -1,0 +1,164 @@
+#!/bin/bash
+# faults.sh MPIRUN_SCRIPT TESSERA_TRAIN [NUM_KILLS]: trainings that are preempted, ended or killed
+# from outside, and whose disk is full. Whatever happens, --resume=auto goes on to the bits of the
+# run that nothing happened to. NUM_KILLS: how often a random rank is killed at a random moment.
+set -u
+mpirun=$1
+train=$2
+num_kills=${3:-5}
+failures=0
+steps=300
+dir=$(mktemp -d)
+trap 'rm -rf "$dir"' EXIT
+seq 3000 >"$dir/text"
+RANDOM=${SEED:-7}
+common=(--data.text="$dir/text" --train.steps="$steps" --train.micro_batch=2 --train.global_batch=24
+  --model.width=32 --model.layers=2 --model.heads=2 --model.context=32 --train.threads=1
+  --train.log_every=1000 --optim.warmup_steps=2)
+
+report() {  # NAME PROBLEM LOG
+  if [ -n "$2" ]; then
+    echo "FAILED $1: $2"
+    tail -20 "$3"
+    failures=$((failures + 1))
+  else
+    echo "ok $1"
+  fi
+}
+
+# start NUM_RANKS OUT [OPTION...]: the run in the background; $launcher is its process.
+start() {
+  local num_ranks=$1 out=$2
+  shift 2
+  bash "$mpirun" "$num_ranks" "$train" "${common[@]}" --output.dir="$out" --dist.timeout=20 \
+    "$@" >"$out.log" 2>&1 &
+  launcher=$!
+}
+
+ranks_of() {  # OUT: the processes of its ranks, in order
+  pgrep -P "$launcher" -f -- "--output.dir=$1 " | sort -n
+}
+
+state() {
+  sed -n 's/.*"state":"\([a-z]*\)".*/\1/p' "$1/status.json"
+}
+
+# same NAME OUT: the finished run has the losses and parameters of the whole one.
+same() {
+  local problem=""
+  [ "$(state "$2")" = finished ] || problem="status $(cat "$2/status.json")"
+  cmp -s "$dir/whole/model.safetensors" "$2/model.safetensors" || problem="$problem, other parameters"
+  cmp -s <(sed 's/,"tokens_per_second.*//' "$dir/whole/metrics.jsonl") \
+    <(sed 's/,"tokens_per_second.*//' "$2/metrics.jsonl") || problem="$problem, other losses"
+  report "$1" "$problem" "$2.log"
+}
+
+wait_for_step() {  # OUT STEP
+  local i
+  for i in $(seq 300); do
+    [ -f "$1/metrics.jsonl" ] && [ "$(wc -l <"$1/metrics.jsonl")" -ge "$2" ] && return
+    sleep 0.02
+  done
+}
+
+start 2 "$dir/whole"
+wait "$launcher" || { echo "FAILED the whole run"; cat "$dir/whole.log"; exit 1; }
+
+# signal NAME TARGET SIGNAL EXPECTED_STATUS EXPECTED_STATE ...: in the middle of a step, then on.
+signal() {
+  local name=$1 target=$2 number=$3 expected=$4 states=$5 times=${6:-1}
+  local out problem="" status
+  out="$dir/signal-$target-$number-$times"
+  start 2 "$out" --checkpoint.every=7
+  wait_for_step "$out" $((5 + RANDOM % 60))
+  local victim=$launcher ranks
+  mapfile -t ranks < <(ranks_of "$out")
+  [ "$target" = mpirun ] || victim=${ranks[$target]}
+  if [ "$times" = 2 ]; then  # a step that does not end in between
+    local other=1
+    [ "$target" != 1 ] || other=0
+    kill -STOP "${ranks[$other]}"
+    sleep 0.2
+    kill "-$number" "$victim"
+    sleep 0.3
+  fi
+  kill "-$number" "$victim"
+  wait "$launcher"
+  status=$?
+  if [ "$expected" = 0 ]; then
+    [ "$status" = 0 ] || problem="status $status"
+  else
+    [ "$status" != 0 ] || problem="status 0"
+  fi
+  [[ " $states " == *" $(state "$out") "* ]] || problem="$problem, state $(state "$out")"
+  report "$name" "$problem" "$out.log"
+  start 2 "$out" --checkpoint.every=7 --resume=auto
+  wait "$launcher"
+  same "$name, resumed" "$out"
+}
+signal "F28: SIGTERM to rank 0" 0 TERM 0 preempted
+signal "F28: SIGTERM to rank 1" 1 TERM 0 preempted
+signal "F28: SIGUSR1 to mpirun" mpirun USR1 0 preempted
+# About a second is left: the end of the step may be reached or not.
+signal "F28: SIGTERM to mpirun" mpirun TERM any "failed preempted"
+signal "F28: Ctrl-C to mpirun" mpirun INT any "failed preempted"
+signal "F29: SIGTERM to a rank, twice" 1 TERM any "failed" 2
+signal "F29: SIGUSR1 to mpirun, twice" mpirun USR1 any "failed" 2
+
+# A random rank is killed at a random moment of a run that saves every few steps.
+out="$dir/kills"
+for i in $(seq "$num_kills"); do
+  start 3 "$out" --checkpoint.every=3 --checkpoint.keep=2 --resume=auto --train.micro_batch=1
+  # From the start of the processes to some way into the training.
+  sleep "$(awk -v r=$RANDOM 'BEGIN { print 0.3 + r / 32768 * 2.2 }')"
+  mapfile -t ranks < <(ranks_of "$out")
+  [ "${#ranks[@]}" -gt 0 ] && kill -KILL "${ranks[$((RANDOM % ${#ranks[@]}))]}" 2>/dev/null
+  wait "$launcher"
+done
+echo "   after $num_kills kills: $(ls -d "$out"/step-* 2>/dev/null | wc -l) checkpoints, $(wc -l <"$out/metrics.jsonl" 2>/dev/null || echo 0) steps"
+grep -h "passed over" "$out.log" && report "kill -9, $num_kills times" "a checkpoint was not whole" "$out.log"
+start 3 "$out" --checkpoint.every=3 --checkpoint.keep=2 --resume=auto --train.micro_batch=1
+wait "$launcher"
+# Three ranks add in another order than two: their own whole run.
+start 3 "$dir/whole3" --train.micro_batch=1
+wait "$launcher"
+mv "$dir/whole" "$dir/whole2" && cp -r "$dir/whole3" "$dir/whole"
+same "kill -9 of a random rank at a random moment, $num_kills times" "$out"
+rm -rf "$dir/whole" && mv "$dir/whole2" "$dir/whole"
+
+# A small disk that fills up in the middle of a save: in a mount of its own where that is allowed.
+if unshare -rm true 2>/dev/null; then
+  for policy in warn stop; do
+    out="$dir/run-$policy"
+    mkdir -p "$dir/disk"
+    unshare -rm bash -c '
+      mount -t tmpfs -o size=1m tmpfs "$1"
+      disk=$1 copy=$2
+      shift 2
+      "$@" --checkpoint.dir="$disk"
+      echo "exit $?"
+      cp -r "$disk" "$copy"
+    ' _ "$dir/disk" "$dir/copy-$policy" \
+      bash "$mpirun" 2 "$train" "${common[@]}" --output.dir="$out" --checkpoint.every=7 \
+      --checkpoint.keep=10 --checkpoint.on_error="$policy" >"$out.log" 2>&1
+    problem=""
+    grep -q "No space left on device ([0-9]* bytes needed, [0-9]* free)" "$out.log" ||
+      problem="no bytes needed and free"
+    if [ "$policy" = stop ]; then
+      grep -q "exit 7" "$out.log" || problem="$problem, $(grep exit "$out.log")"
+      [ "$(state "$out")" = failed ] || problem="$problem, not failed"
+    else
+      grep -q "training goes on" "$out.log" || problem="$problem, it did not go on"
+      [ "$(wc -l <"$out/metrics.jsonl")" = "$steps" ] || problem="$problem, not all steps"
+    fi
+    report "F31: disk full, checkpoint.on_error = $policy" "$problem" "$out.log"
+    rm -f "$out/model.safetensors"
+    start 2 "$out" --checkpoint.every=7 --checkpoint.dir="$dir/copy-$policy" --resume=auto
+    wait "$launcher"
+    same "F31: on from the last whole one, $policy" "$out"
+  done
+else
+  echo "skipped: disk full (no mounts of one's own here)"
+fi
+echo "$failures failures"
+exit "$((failures > 0))"
