@@ -1,9 +1,15 @@
 #include "kernels/attention/attention.h"
 
+#include <atomic>
+#include <chrono>
 #include <cmath>
+#include <map>
+#include <mutex>
+#include <vector>
 
 #include "core/autograd.h"
 #include "core/elementary/kernel.h"
+#include "kernels/attention/cudnn.h"
 #include "kernels/attention/kernel.h"
 
 namespace tessera {
@@ -148,6 +154,55 @@ void check(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionOpt
   }
 }
 
+std::atomic<AttentionBackend> selected_backend{AttentionBackend::kOwn};
+
+template <class F>
+double seconds_of(const Stream& s, const F& f) {
+  constexpr int kRuns = 5;
+  f();  // plans, code and caches
+  s.synchronize();
+  const auto begin = std::chrono::steady_clock::now();
+  for (int i = 0; i < kRuns; ++i) f();
+  s.synchronize();
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+}
+
+/// Whether `cudnn` is faster than `own`, measured at the first call of a shape. Both write the same
+/// outputs, so they may run as often as need be.
+template <class Args, class Own, class Cudnn>
+bool is_cudnn_faster(const Stream& s, const Args& a, bool is_backward, Own own, Cudnn cudnn) {
+  static std::mutex mutex;
+  static std::map<std::vector<int64_t>, bool>& measured = *new std::map<std::vector<int64_t>, bool>;
+  const kernels::AttentionShape& shape = a.shape;
+  const std::vector<int64_t> key = {s.device().index,   is_backward,
+                                    shape.batch,        shape.num_queries,
+                                    shape.num_keys,     shape.num_heads,
+                                    shape.num_kv_heads, shape.head_dim,
+                                    shape.causal,       static_cast<int64_t>(shape.dtype)};
+  const std::lock_guard lock(mutex);
+  const auto found = measured.find(key);
+  if (found != measured.end()) return found->second;
+  const bool is_faster =
+      cudnn(s, a) && seconds_of(s, [&] { cudnn(s, a); }) < seconds_of(
+                                                               s, [&] { own(s, a); });
+  return measured.emplace(key, is_faster).first->second;
+}
+
+/// Submits by the selected backend.
+template <class Args, class Own, class Cudnn>
+void submit(const Args& a, bool is_backward, Own own, Cudnn cudnn) {
+  const Stream& s = current_stream();
+  const AttentionBackend backend = attention_backend();
+  if (s.device().type != DeviceType::kCuda || backend == AttentionBackend::kOwn) return own(s, a);
+  const std::string& problem = kernels::cudnn_problem();
+  TESSERA_CHECK_AS(CudaError, problem.empty() || backend == AttentionBackend::kAuto,
+                   "attention: cuDNN is selected, but {}", problem);
+  if (!problem.empty() || !kernels::cudnn_takes(a)) return own(s, a);
+  if (backend == AttentionBackend::kAuto && !is_cudnn_faster(s, a, is_backward, own, cudnn))
+    return own(s, a);
+  if (!cudnn(s, a)) own(s, a);
+}
+
 /// One gradient of backward: the destination itself, or a buffer in the inputs' dtype that is
 /// added to it afterwards where the kernel cannot write (another dtype, rows with gaps).
 class Destination {
@@ -184,6 +239,14 @@ class Destination {
 
 }  // namespace
 
+void set_attention_backend(AttentionBackend backend) {
+  selected_backend = backend;
+}
+
+AttentionBackend attention_backend() {
+  return selected_backend;
+}
+
 Tensor attention(const Tensor& q_BTHD, const Tensor& k_BSHD, const Tensor& v_BSHD,
                  const AttentionOptions& options) {
   check(q_BTHD, k_BSHD, v_BSHD, options);
@@ -211,9 +274,10 @@ Tensor attention(const Tensor& q_BTHD, const Tensor& k_BSHD, const Tensor& v_BSH
   Tensor o = empty(q.shape(), q.dtype());
   const Tensor lse =
       empty({shape.batch, shape.num_heads, shape.num_queries}, q.dtype() == kF64 ? kF64 : kF32);
-  kernels::attention_fwd(current_stream(),
-                         {o.raw_data(), lse.raw_data(), q.raw_data(), k.raw_data(), v.raw_data(),
-                          head_strides(q), head_strides(k), head_strides(v), shape});
+  submit(
+      kernels::AttentionFwd{o.raw_data(), lse.raw_data(), q.raw_data(), k.raw_data(), v.raw_data(),
+                            head_strides(q), head_strides(k), head_strides(v), shape},
+      false, kernels::attention_fwd, kernels::cudnn_attention_fwd);
 
   return record("attention", {q, k, v}, o,
                 [shape, q = save(q), k = save(k), v = save(v), o = save(o), lse = save(lse),
@@ -247,7 +311,7 @@ Tensor attention(const Tensor& q_BTHD, const Tensor& k_BSHD, const Tensor& v_BSH
                   if (slopes->is_defined()) args.shape.alibi_slopes = slopes->data<float>();
                   const Tensor workspace = empty({args.workspace_numel()}, lse->dtype());
                   args.workspace = workspace.raw_data();
-                  kernels::attention_bwd(current_stream(), args);
+                  submit(args, true, kernels::attention_bwd, kernels::cudnn_attention_bwd);
                   dq.finish(), dk.finish(), dv.finish();
                 });
 }

@@ -14,6 +14,21 @@ struct AttentionOptions {
   Tensor alibi_slopes = {};  ///< f32 [H]; undefined: no position bias
 };
 
+/// Which code computes attention on CUDA devices.
+enum class AttentionBackend : unsigned char {
+  kOwn,    ///< the project's kernels; bitwise repeatable
+  kCudnn,  ///< cuDNN where it takes the problem (bf16 or f16, aligned, no documents, no alibi, all
+           ///< gradients wanted, none added to), else `kOwn`; its dq is summed by atomics: not
+           ///< bitwise repeatable. An error where cuDNN 9 cannot be loaded
+  kAuto,   ///< the faster of both: the first call of a shape times each, which waits for the device
+};
+
+/// For all calls submitted from now on, in all threads; `kOwn` at first. cuDNN's kernels have not
+/// been run on hardware yet, nor has their speed been measured: the graphs are described as cuDNN
+/// 9.19 recognizes them, and its heuristics offer kernels for them (compute capability 9.0).
+void set_attention_backend(AttentionBackend backend);
+AttentionBackend attention_backend();
+
 /// Softmax attention with f32 statistics that never holds a T x S matrix: keys are taken a tile at
 /// a time and the softmax is corrected as larger logits come (Milakov & Gimelshein 2018,
 /// arXiv:1805.02867; Dao 2023, arXiv:2307.08691).
@@ -30,8 +45,8 @@ struct AttentionOptions {
 ///          While backward runs, a workspace of dk and dv in f32 (a few copies if B Hk < 32); on
 ///          CUDA of 8 bytes a query and head
 /// CUDA     bf16 and f16 on tensor cores (P and dS rounded to the dtype), f32 without; no f64
-/// Streams  current stream; never synchronizes
-/// Errors   ShapeError or DtypeError that begins with "attention:"
+/// Streams  current stream; never synchronizes (but for a measurement of `kAuto`)
+/// Errors   ShapeError or DtypeError that begins with "attention:"; CudaError from cuDNN
 Tensor attention(const Tensor& q_BTHD, const Tensor& k_BSHD, const Tensor& v_BSHD,
                  const AttentionOptions& options = {});
 

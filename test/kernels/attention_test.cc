@@ -5,6 +5,7 @@
 #include <numeric>
 
 #include "core/runtime/order_check.h"
+#include "kernels/attention/cudnn.h"
 #include "kernels/attention/kernel.h"
 #include "test/testing.h"
 
@@ -621,6 +622,113 @@ TEST_CASE("attention: errors name the op and both values", "[attention]") {
                  "attention: alibi_slopes must be [H]");
   check_contains(error(q, k, k, {.alibi_slopes = zeros({4}, kF64)}),
                  "attention: alibi_slopes must be f32");
+}
+
+namespace {
+
+/// Arguments of a case without memory: as for aligned, contiguous operands.
+kernels::AttentionFwd described_fwd(const Case& c, DType dtype) {
+  const kernels::HeadStrides q{c.T * c.H * c.D, c.H * c.D, c.D}, k{c.S * c.K * c.D, c.K * c.D, c.D};
+  return {.o = nullptr,
+          .lse = nullptr,
+          .q = nullptr,
+          .k = nullptr,
+          .v = nullptr,
+          .q_strides = q,
+          .k_strides = k,
+          .v_strides = k,
+          .shape = {dtype, c.B, c.T, c.S, c.H, c.K, c.D, 0.125, c.causal, nullptr, nullptr}};
+}
+
+kernels::AttentionBwd described_bwd(const Case& c, DType dtype, void* gradients) {
+  const kernels::AttentionFwd fwd = described_fwd(c, dtype);
+  return {.dq = gradients,
+          .dk = gradients,
+          .dv = gradients,
+          .accumulate_dq = false,
+          .accumulate_dk = false,
+          .accumulate_dv = false,
+          .dq_strides = fwd.q_strides,
+          .dk_strides = fwd.k_strides,
+          .dv_strides = fwd.v_strides,
+          .workspace = nullptr,
+          .d_out = nullptr,
+          .o = nullptr,
+          .lse = nullptr,
+          .q = nullptr,
+          .k = nullptr,
+          .v = nullptr,
+          .q_strides = fwd.q_strides,
+          .k_strides = fwd.k_strides,
+          .v_strides = fwd.v_strides,
+          .shape = fwd.shape};
+}
+
+}  // namespace
+
+TEST_CASE("attention: cuDNN accepts the description of its graphs", "[attention]") {
+  if (!kernels::cudnn_problem().empty()) {
+    WARN("skipped: " << kernels::cudnn_problem());
+    CHECK(kernels::describe_to_cudnn(described_fwd(kCases[0], kBF16)) == kernels::cudnn_problem());
+    CHECK(kernels::describe_to_cudnn(described_bwd(kCases[0], kBF16, nullptr)) ==
+          kernels::cudnn_problem());
+    return;
+  }
+  for (const DType dtype : {kBF16, kF16}) {
+    for (const Case& c : {Case{2, 64, 64, 4, 4, 64}, Case{1, 128, 128, 8, 2, 128},
+                          Case{1, 64, 192, 4, 1, 80}, Case{2, 64, 64, 2, 2, 64, false}}) {
+      INFO(c.name());
+      CHECK(kernels::describe_to_cudnn(described_fwd(c, dtype)).empty());
+      CHECK(kernels::describe_to_cudnn(described_bwd(c, dtype, nullptr)).empty());
+    }
+  }
+  const Case uneven_groups{1, 64, 64, 3, 2, 64};
+  check_contains(kernels::describe_to_cudnn(described_fwd(uneven_groups, kBF16)),
+                 "attention: cudnnBackendFinalize: status ");
+  check_contains(kernels::describe_to_cudnn(described_bwd(uneven_groups, kBF16, nullptr)),
+                 "attention: cudnnBackendFinalize: status ");
+}
+
+TEST_CASE("attention: what cuDNN is asked for", "[attention]") {
+  const Case c{2, 64, 64, 4, 2, 64};
+  const bool is_built = kernels::cudnn_problem() != "this build has no cuDNN";
+  alignas(16) static char memory[16];
+  static const int32_t start = 0;
+  static const float slope = 1;
+  CHECK(kernels::cudnn_takes(described_fwd(c, kBF16)) == is_built);
+  CHECK(kernels::cudnn_takes(described_bwd(c, kF16, memory)) == is_built);
+  CHECK_FALSE(kernels::cudnn_takes(described_fwd(c, kF32)));
+  const auto fwd_with = [&](auto change) {
+    kernels::AttentionFwd fwd = described_fwd(c, kBF16);
+    change(fwd);
+    return kernels::cudnn_takes(fwd);
+  };
+  CHECK_FALSE(fwd_with([](auto& a) { a.shape.document_starts = &start; }));
+  CHECK_FALSE(fwd_with([](auto& a) { a.shape.alibi_slopes = &slope; }));
+  CHECK_FALSE(fwd_with([](auto& a) { a.shape.scale = -1; }));
+  CHECK_FALSE(fwd_with([](auto& a) { a.shape.num_queries = 0; }));
+  CHECK_FALSE(fwd_with([](auto& a) { a.q = memory + 2; }));
+  CHECK_FALSE(fwd_with([](auto& a) { a.k_strides.time += 4; }));
+  const auto bwd_with = [&](auto change) {
+    kernels::AttentionBwd bwd = described_bwd(c, kBF16, memory);
+    change(bwd);
+    return kernels::cudnn_takes(bwd);
+  };
+  CHECK_FALSE(bwd_with([](auto& a) { a.dk = nullptr; }));
+  CHECK_FALSE(bwd_with([](auto& a) { a.accumulate_dv = true; }));
+  CHECK_FALSE(bwd_with([](auto& a) { a.dq_strides.head += 1; }));
+}
+
+TEST_CASE("attention: the backend of CUDA devices changes nothing on the CPU", "[attention]") {
+  CHECK(attention_backend() == AttentionBackend::kOwn);
+  const Inputs in = make_inputs({1, 20, 20, 2, 1, 8}, kBF16);
+  const Results expected = run(in, {});
+  for (const AttentionBackend backend : {AttentionBackend::kCudnn, AttentionBackend::kAuto}) {
+    set_attention_backend(backend);
+    CHECK(attention_backend() == backend);
+    check_bitwise(run(in, {}), expected);
+  }
+  set_attention_backend(AttentionBackend::kOwn);
 }
 
 }  // namespace tessera

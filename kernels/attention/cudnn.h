@@ -1,0 +1,32 @@
+#pragma once
+
+#include <string>
+
+#include "kernels/attention/kernel.h"
+
+// Attention by cuDNN behind the same op: private to kernels/attention/attention.cc. The library is
+// loaded when it is first asked for; a program starts without it. Not yet run on a GPU: only the
+// descriptions of the graphs have been checked.
+
+namespace tessera::kernels {
+
+/// Why there is no cuDNN: not built with its headers, not installed, too old. Empty if there is.
+const std::string& cudnn_problem();
+
+/// Whether cuDNN may take the problem: bf16 or f16 in rows of 16-byte multiples, no documents, no
+/// position bias, a positive scale; backward: all three gradients, none added to.
+bool cudnn_takes(const AttentionFwd& a);
+bool cudnn_takes(const AttentionBwd& a);
+
+/// Submits to a CUDA stream; false if cuDNN has no kernel for the shape (asked once a shape).
+/// Scratch memory comes from the stream's allocator.
+/// Errors   CudaError that begins with "attention:" if a call fails while a plan is executed
+bool cudnn_attention_fwd(const Stream& s, const AttentionFwd& a);
+bool cudnn_attention_bwd(const Stream& s, const AttentionBwd& a);
+
+/// Describes the graph to cuDNN as far as that goes without a device. Empty if every description
+/// was accepted, else what cuDNN said.
+std::string describe_to_cudnn(const AttentionFwd& a);
+std::string describe_to_cudnn(const AttentionBwd& a);
+
+}  // namespace tessera::kernels
