@@ -3,6 +3,7 @@
 #include "core/log.h"
 #if defined(TESSERA_CUDA)
 #include <algorithm>
+#include <functional>
 #include <mutex>
 #include <vector>
 
@@ -43,6 +44,11 @@ class ErrorCell {
     if (error_ == nullptr) error_ = std::move(error);
   }
 
+  void add_watch(std::function<void()> watch) {
+    const std::lock_guard lock(mutex_);
+    watches_.push_back(std::move(watch));
+  }
+
   void add_upstream(const std::shared_ptr<ErrorCell>& cell) {
     const std::lock_guard lock(mutex_);
     std::erase_if(upstream_, [](const auto& weak) { return weak.expired(); });
@@ -56,6 +62,7 @@ class ErrorCell {
     std::vector<std::shared_ptr<ErrorCell>> cells = {first};
     for (size_t i = 0; i < cells.size(); ++i) {
       const std::shared_ptr<ErrorCell> cell = cells[i];
+      for (const auto& watch : cell->watches()) watch();  // may lay an error down
       const std::lock_guard lock(cell->mutex_);
       if (cell->error_ != nullptr) std::rethrow_exception(cell->error_);
       for (const auto& weak : cell->upstream_) {
@@ -67,8 +74,14 @@ class ErrorCell {
   }
 
  private:
+  std::vector<std::function<void()>> watches() {
+    const std::lock_guard lock(mutex_);
+    return watches_;
+  }
+
   std::mutex mutex_;
   std::exception_ptr error_;
+  std::vector<std::function<void()>> watches_;
   std::vector<std::weak_ptr<ErrorCell>> upstream_;
 };
 
@@ -266,6 +279,10 @@ void poison_cuda_stream(const Stream& stream, std::exception_ptr error) {
   cuda_stream_of(stream).errors()->set(std::move(error));
 }
 
+void watch_cuda_stream(const Stream& stream, std::function<void()> watch) {
+  cuda_stream_of(stream).errors()->add_watch(std::move(watch));
+}
+
 HostGate::HostGate(Device device) : backend_(make_pinned_backend(device)) {
   static constexpr size_t kNbytes = 4096;
   flag_ = static_cast<uint32_t*>(backend_->allocate(kNbytes));
@@ -318,6 +335,9 @@ std::string cuda_device_id(Device device) {
 }
 void poison_cuda_stream(const Stream& stream, std::exception_ptr) {
   fail_absent("poison_cuda_stream", stream.device());
+}
+void watch_cuda_stream(const Stream& stream, std::function<void()>) {
+  fail_absent("watch_cuda_stream", stream.device());
 }
 HostGate::HostGate(Device device) {
   fail_absent("HostGate", device);

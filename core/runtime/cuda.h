@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -39,6 +40,9 @@ std::string cuda_device_id(Device device);
 /// stream, and of streams and events that have waited for it, rethrow it. What is queued still
 /// runs. For errors that the host finds. Any thread.
 void poison_cuda_stream(const Stream& stream, std::exception_ptr error);
+/// Calls `watch` whenever the host has waited for the stream, or for one that has waited for it,
+/// before it looks for errors: to find what went wrong meanwhile. Any thread.
+void watch_cuda_stream(const Stream& stream, std::function<void()> watch);
 
 /// A gate in a CUDA stream that a thread of the host opens: the stream stands there, the host does
 /// not. Gates are opened in the order in which they were waited on. The owner drains the stream

@@ -363,11 +363,14 @@ void run_ranks(int world_size, const LocalOptions& options,
     domain->abort(fmt::format("rank {} failed: {}", rank, what));
   };
   const auto run_rank = [&](int rank) {
+    // Outlives the report of an error: giving memory back to a device waits for what ranks that
+    // share it have queued, and they may wait for us.
+    std::shared_ptr<Context> context;
     try {
       ContextOptions context_options = options.context;
       if (context_options.device.type == DeviceType::kCuda)
         context_options.device = device_from_name("cuda", rank);
-      const auto context = std::make_shared<Context>(context_options);
+      context = std::make_shared<Context>(context_options);
       const Context::Scope scope(context);
       World world(std::make_unique<LocalBackend>(
           WorldPlace{rank, world_size, rank, world_size, world_size, 1, false}, group, watchdog));

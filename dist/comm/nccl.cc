@@ -59,19 +59,21 @@ void set_nccl_options(const NcclOptions& options) {
 
 namespace {
 
-#define TESSERA_NCCL_FUNCTIONS(X)                                                            \
-  X(ncclGetErrorString)                                                                      \
-  X(ncclGetLastError)                                                                        \
-  X(ncclGetVersion)                                                                          \
-  X(ncclGetUniqueId)                                                                         \
-  X(ncclCommInitRankConfig)                                                                  \
-  X(ncclCommSplit)                                                                           \
-  X(ncclCommDestroy)                                                                         \
-  X(ncclCommAbort)                                                                           \
-  X(ncclCommGetAsyncError)                                                                   \
-  X(ncclMemAlloc)                                                                            \
-  X(ncclMemFree) X(ncclCommRegister) X(ncclCommDeregister) X(ncclGroupStart) X(ncclGroupEnd) \
-      X(ncclAllGather) X(ncclReduceScatter) X(ncclBroadcast) X(ncclSend) X(ncclRecv)
+#define TESSERA_NCCL_FUNCTIONS(X)                                                               \
+  X(ncclGetErrorString)                                                                         \
+  X(ncclGetLastError)                                                                           \
+  X(ncclGetVersion)                                                                             \
+  X(ncclGetUniqueId)                                                                            \
+  X(ncclCommInitRankConfig)                                                                     \
+  X(ncclCommSplit)                                                                              \
+  X(ncclCommDestroy)                                                                            \
+  X(ncclCommAbort)                                                                              \
+  X(ncclCommGetAsyncError)                                                                      \
+  X(ncclMemAlloc)                                                                               \
+  X(ncclMemFree)                                                                                \
+  X(ncclCommRegister)                                                                           \
+  X(ncclCommDeregister) X(ncclGroupStart) X(ncclGroupEnd) X(ncclAllGather) X(ncclReduceScatter) \
+      X(ncclBroadcast) X(ncclSend) X(ncclRecv)
 
 struct Library {
 #define TESSERA_NCCL_FIELD(name) decltype(&::name) name = nullptr;
@@ -155,7 +157,7 @@ ncclDataType_t nccl_type(DType dtype) {
 }
 
 /// One communicator of NCCL, what is in flight on it, and how it ends.
-class NcclState final : public CollectivePoller {
+class NcclState final : public CollectivePoller, public std::enable_shared_from_this<NcclState> {
  public:
   NcclState(std::shared_ptr<HostTransport> host, std::shared_ptr<CollectiveLog> collectives,
             ncclComm_t nccl_comm)
@@ -227,8 +229,11 @@ class NcclState final : public CollectivePoller {
   };
 
   void remember(const Stream& stream) {
-    if (std::find(streams_.begin(), streams_.end(), stream) == streams_.end())
-      streams_.push_back(stream);
+    if (std::find(streams_.begin(), streams_.end(), stream) != streams_.end()) return;
+    streams_.push_back(stream);
+    watch_cuda_stream(stream, [weak = weak_from_this()] {
+      if (const auto self = weak.lock()) self->poll();
+    });
   }
 
   bool is_idle() {
@@ -331,6 +336,7 @@ class NcclComm final : public Comm {
                       const CollectiveInfo& info) override {
     TESSERA_CHECK_DTYPE(is_floating(wire) && is_floating(out),
                         "reduce_scatter: wire and out must be floating, got {} and {}", wire, out);
+    check_sum("reduce_scatter", wire == kF64 ? wire : out);
     const int64_t nbytes = nbytes_of(shard_numel, wire);
     Cost cost(static_cast<double>(shard_numel) * (world_size() - 1 + (accumulate ? 1 : 0)));
     cost.read(full, nbytes * world_size())
@@ -374,6 +380,7 @@ class NcclComm final : public Comm {
   void all_reduce(const Stream& stream, void* data, int64_t numel, DType dtype, void* staging,
                   const CollectiveInfo& info) override {
     TESSERA_CHECK_DTYPE(is_floating(dtype), "all_reduce: expected a floating dtype, got {}", dtype);
+    check_sum("all_reduce", dtype);
     run_all_reduce(stream, "all_reduce", {data, numel, dtype, Reduction::kSum, staging}, info);
   }
 
@@ -445,6 +452,9 @@ class NcclComm final : public Comm {
     int64_t nbytes;
   };
 
+  static void check_sum(const char* op, DType dtype) {
+    if (dtype == kF64) TESSERA_UNIMPLEMENTED("{}: no sum of f64 on CUDA", op);
+  }
   static int64_t nbytes_of(int64_t numel, DType dtype) {
     return numel * static_cast<int64_t>(size_of(dtype));
   }

@@ -6,7 +6,6 @@
 //                  a thread owns one element and keeps the open subtrees in its column of shared
 //                  memory
 // Determinism      the tree is fixed by the number of ranks; the bits are those of the CPU kernel
-#include <algorithm>
 #include <bit>
 
 #include "core/check.h"
@@ -29,7 +28,6 @@ using tessera::cuda::to_float;
 using tessera::cuda::Vec;
 
 constexpr int kBlock = 256;
-constexpr int kBlocksPerMultiprocessor = 8;
 
 /// The arrays of all ranks, as one of them sees them.
 template <class T>
@@ -122,31 +120,27 @@ template <Reduction kReduction, class T, class Out, int kRanks, int kN>
 __launch_bounds__(kBlock) __global__
     void rank_reduce_kernel(Out* dst, Sources<T> sources, int num_ranks, int64_t numel,
                             bool accumulate) {
-  const int64_t step = static_cast<int64_t>(gridDim.x) * kBlock * kN;
-  for (int64_t i = (static_cast<int64_t>(blockIdx.x) * kBlock + threadIdx.x) * kN; i < numel;
-       i += step) {
-    Value<T, kReduction> value[kN];
-    if constexpr (kRanks == 0) {
-      static_assert(kN == 1);
-      auto* column = dynamic_smem<Value<T, kReduction>>() + threadIdx.x;
-      value[0] = reduce_any<kReduction>(sources, num_ranks, i, column);
-    } else {
-      reduce_tree<kReduction, 0, kRanks>(value, sources, i);
-    }
-    Vec<Out, kN> out{};
-    if (accumulate) out = load_vec<kN>(dst + i);
-#pragma unroll
-    for (int j = 0; j < kN; ++j) out[j] = result<kReduction>(value[j], out[j], accumulate);
-    store_vec(dst + i, out);
+  const int64_t i = (static_cast<int64_t>(blockIdx.x) * kBlock + threadIdx.x) * kN;
+  if (i >= numel) return;
+  Value<T, kReduction> value[kN];
+  if constexpr (kRanks == 0) {
+    static_assert(kN == 1);
+    auto* column = dynamic_smem<Value<T, kReduction>>() + threadIdx.x;
+    value[0] = reduce_any<kReduction>(sources, num_ranks, i, column);
+  } else {
+    reduce_tree<kReduction, 0, kRanks>(value, sources, i);
   }
+  Vec<Out, kN> out{};
+  if (accumulate) out = load_vec<kN>(dst + i);
+#pragma unroll
+  for (int j = 0; j < kN; ++j) out[j] = result<kReduction>(value[j], out[j], accumulate);
+  store_vec(dst + i, out);
 }
 
 /// Shared memory: the open subtrees of each thread, at most one a level and one more.
 LaunchConfig rank_reduce_config(int64_t numel, int per_thread, int num_ranks, size_t value_nbytes,
                                 CUstream_st* stream) {
-  const int64_t most =
-      static_cast<int64_t>(tessera::cuda::num_multiprocessors()) * kBlocksPerMultiprocessor;
-  const int64_t blocks = std::min(ceil_div(numel, int64_t{kBlock} * per_thread), most);
+  const int64_t blocks = ceil_div(numel, int64_t{kBlock} * per_thread);
   const auto levels = static_cast<size_t>(std::bit_width(static_cast<unsigned>(num_ranks)) + 1);
   const bool is_any = !std::has_single_bit(static_cast<unsigned>(num_ranks)) || num_ranks > 16;
   return {dim3(tessera::cuda::grid_blocks(blocks)), dim3(kBlock),

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <bit>
 #include <cstring>
 #include <string>
@@ -9,6 +10,7 @@
 #include <vector>
 
 #include "core/runtime/context.h"
+#include "core/runtime/staging.h"
 #include "core/tensor.h"
 #include "dist/comm/mesh.h"
 #include "dist/comm/world.h"
@@ -67,18 +69,59 @@ void expect_bits(const std::vector<T>& actual, const std::vector<T>& expected, c
   }
 }
 
+/// Memory of the rank's device that holds some values; for any stream.
+template <class T>
+class Buffer {
+ public:
+  explicit Buffer(const std::vector<T>& values)
+      : num_values_(values.size()),
+        storage_(std::make_shared<Storage>(std::max<size_t>(1, values.size() * sizeof(T)),
+                                           Context::current()->device())) {
+    storage_->materialize();
+    if (!values.empty()) {
+      HostBuffer staged = Context::current()->staging()->acquire(nbytes());
+      std::memcpy(staged.data(), values.data(), nbytes());
+      std::move(staged).upload("upload", current_stream(), data());
+    }
+    current_stream().synchronize();
+  }
+  T* data() const { return static_cast<T*>(storage_->data()); }
+  /// What is there once all streams that were synchronized have run.
+  std::vector<T> values() const {
+    std::vector<T> values(num_values_);
+    if (values.empty()) return values;
+    HostBuffer staged = Context::current()->staging()->acquire(nbytes());
+    staged.download("download", current_stream(), data()).synchronize();
+    std::memcpy(static_cast<void*>(values.data()), staged.data(), nbytes());
+    return values;
+  }
+
+ private:
+  size_t nbytes() const { return num_values_ * sizeof(T); }
+
+  size_t num_values_;
+  std::shared_ptr<Storage> storage_;
+};
+
+template <class T>
+void expect_bits(const Buffer<T>& actual, const std::vector<T>& expected, const char* what) {
+  expect_bits(actual.values(), expected, what);
+}
+
 /// Scratch of `nbytes`, as aligned as a caller's.
-inline std::vector<double> scratch(int64_t nbytes) {
-  return std::vector<double>(static_cast<size_t>((nbytes + 7) / 8), -1.0);
+inline Buffer<double> scratch(int64_t nbytes) {
+  return Buffer<double>(std::vector<double>(static_cast<size_t>((nbytes + 7) / 8), -1.0));
 }
 
 template <class T>
 void case_all_gather(Comm& comm, const Stream& stream, int64_t numel, bool in_place) {
   const int n = comm.world_size(), rank = comm.rank();
-  std::vector<T> shard = input<T>(rank, numel);
-  std::vector<T> full(static_cast<size_t>(numel * n));
+  const std::vector<T> mine = input<T>(rank, numel);
+  const Buffer<T> shard(mine);
+  std::vector<T> initial(static_cast<size_t>(numel * n));
+  if (in_place) std::copy(mine.begin(), mine.end(), initial.begin() + numel * rank);
+  const Buffer<T> full(initial);
   T* place = full.data() + numel * rank;
-  if (in_place) std::copy(shard.begin(), shard.end(), place);
   comm.all_gather(stream, full.data(), in_place ? place : shard.data(), numel, dtype_of<T>,
                   {"forward", "block0", 1});
   stream.synchronize();
@@ -93,9 +136,9 @@ void case_all_gather(Comm& comm, const Stream& stream, int64_t numel, bool in_pl
 template <class T, class Out>
 void case_reduce_scatter(Comm& comm, const Stream& stream, int64_t numel, bool accumulate) {
   const int n = comm.world_size(), rank = comm.rank();
-  const std::vector<T> full = input<T>(rank, numel * n);
-  std::vector<Out> shard(static_cast<size_t>(numel), Out(0.375f));
-  std::vector<double> staging = scratch(comm.reduce_scatter_staging_nbytes(numel, dtype_of<T>));
+  const Buffer<T> full(input<T>(rank, numel * n));
+  const Buffer<Out> shard(std::vector<Out>(static_cast<size_t>(numel), Out(0.375f)));
+  const Buffer<double> staging = scratch(comm.reduce_scatter_staging_nbytes(numel, dtype_of<T>));
   comm.reduce_scatter(stream, shard.data(), full.data(), numel, dtype_of<T>, dtype_of<Out>,
                       accumulate, staging.data(), {"backward", "block0", 1});
   stream.synchronize();
@@ -113,8 +156,8 @@ void case_reduce_scatter(Comm& comm, const Stream& stream, int64_t numel, bool a
 
 template <class T>
 void case_all_reduce(Comm& comm, const Stream& stream, int64_t numel) {
-  std::vector<T> data = input<T>(comm.rank(), numel);
-  std::vector<double> staging = scratch(comm.all_reduce_staging_nbytes(numel, dtype_of<T>));
+  const Buffer<T> data(input<T>(comm.rank(), numel));
+  const Buffer<double> staging = scratch(comm.all_reduce_staging_nbytes(numel, dtype_of<T>));
   comm.all_reduce(stream, data.data(), numel, dtype_of<T>, staging.data(), {"backward", "head", 2});
   stream.synchronize();
   std::vector<T> expected;
@@ -134,21 +177,24 @@ void case_max(Comm& comm, const Stream& stream, int64_t numel) {
   const auto value = [n](int rank, int64_t i) {
     return static_cast<T>((i * 7 + rank * 3) % (n + 5));
   };
-  std::vector<T> data, expected;
+  std::vector<T> mine, expected;
   for (int64_t i = 0; i < numel; ++i) {
-    data.push_back(value(comm.rank(), i));
+    mine.push_back(value(comm.rank(), i));
     T largest = value(0, i);
     for (int r = 1; r < n; ++r) largest = std::max(largest, value(r, i));
     expected.push_back(largest);
   }
-  std::vector<double> staging = scratch(comm.all_reduce_staging_nbytes(numel, dtype_of<T>));
+  const Buffer<T> data(mine);
+  const Buffer<double> staging = scratch(comm.all_reduce_staging_nbytes(numel, dtype_of<T>));
   comm.all_reduce_max(stream, data.data(), numel, dtype_of<T>, staging.data());
   stream.synchronize();
   expect_bits(data, expected, "all_reduce_max");
 }
 
-/// Everything a communicator does, at sizes around chunks, blocks and the one-hop limit.
+/// Everything a communicator does, at sizes around chunks, blocks and the one-hop limit. Sums on
+/// CUDA are not of f64.
 inline void check_collectives(World& world) {
+  const bool has_f64 = Context::current()->device().type == DeviceType::kCpu;
   const auto comm = world.make_comm();
   const Stream stream = Context::current()->make_stream("comm");
   const int n = comm->world_size();
@@ -161,25 +207,28 @@ inline void check_collectives(World& world) {
       case_reduce_scatter<BFloat16, BFloat16>(*comm, stream, numel, flag);
       case_reduce_scatter<Float16, float>(*comm, stream, numel, flag);
       case_reduce_scatter<float, BFloat16>(*comm, stream, numel, flag);
-      case_reduce_scatter<float, double>(*comm, stream, numel, flag);
-      case_reduce_scatter<double, double>(*comm, stream, numel, flag);
+      if (has_f64) {
+        case_reduce_scatter<float, double>(*comm, stream, numel, flag);
+        case_reduce_scatter<double, double>(*comm, stream, numel, flag);
+      }
     }
     case_all_reduce<float>(*comm, stream, numel);
     case_all_reduce<BFloat16>(*comm, stream, numel);
     case_all_reduce<Float16>(*comm, stream, numel);
-    case_all_reduce<double>(*comm, stream, numel);
+    if (has_f64) case_all_reduce<double>(*comm, stream, numel);
     case_max<float>(*comm, stream, numel);
     case_max<int32_t>(*comm, stream, numel);
     case_max<uint8_t>(*comm, stream, numel);
   }
-  float shared = comm->rank() == n - 1 ? std::bit_cast<float>(0x7fc00000) : 1.0f;
-  std::vector<double> staging = scratch(comm->all_reduce_staging_nbytes(1, kF32));
-  comm->all_reduce_max(stream, &shared, 1, kF32, staging.data());
+  const Buffer<float> shared({comm->rank() == n - 1 ? std::bit_cast<float>(0x7fc00000) : 1.0f});
+  const Buffer<double> staging = scratch(comm->all_reduce_staging_nbytes(1, kF32));
+  comm->all_reduce_max(stream, shared.data(), 1, kF32, staging.data());
   stream.synchronize();
-  expect(shared != shared, "all_reduce_max: a NaN was lost on rank {}", comm->rank());
+  const float maximum = shared.values()[0];
+  expect(maximum != maximum, "all_reduce_max: a NaN was lost on rank {}", comm->rank());
 
   for (int root = 0; root < n; ++root) {
-    std::vector<float> data = input<float>(comm->rank(), 777);
+    const Buffer<float> data(input<float>(comm->rank(), 777));
     comm->broadcast(stream, data.data(), 777 * 4, root);
     stream.synchronize();
     expect_bits(data, input<float>(root, 777), "broadcast");
@@ -194,13 +243,13 @@ inline void check_queued(World& world) {
   constexpr int kUnits = 12;
   constexpr int64_t kNumel = 500;
   const int n = world.world_size(), rank = world.rank();
-  std::vector<std::vector<float>> shards, fulls, grads, sums;
-  std::vector<std::vector<double>> staging;
+  std::vector<Buffer<float>> shards, fulls, grads, sums;
+  std::vector<Buffer<double>> staging;
   for (int u = 0; u < kUnits; ++u) {
-    shards.push_back(input<float>(rank, kNumel, u));
-    fulls.emplace_back(static_cast<size_t>(kNumel * n));
-    grads.push_back(input<float>(rank, kNumel * n, u));
-    sums.emplace_back(static_cast<size_t>(kNumel));
+    shards.emplace_back(input<float>(rank, kNumel, u));
+    fulls.emplace_back(std::vector<float>(static_cast<size_t>(kNumel * n)));
+    grads.emplace_back(input<float>(rank, kNumel * n, u));
+    sums.emplace_back(std::vector<float>(static_cast<size_t>(kNumel)));
     staging.push_back(scratch(reduce->reduce_scatter_staging_nbytes(kNumel, kF32)));
   }
   for (size_t u = 0; u < kUnits; ++u) {
@@ -212,13 +261,15 @@ inline void check_queued(World& world) {
   gathers.synchronize();
   reduces.synchronize();
   for (int u = 0; u < kUnits; ++u) {
+    const std::vector<float> full = fulls[static_cast<size_t>(u)].values();
+    const std::vector<float> sum = sums[static_cast<size_t>(u)].values();
     for (int r = 0; r < n; ++r) {
-      const auto begin = fulls[static_cast<size_t>(u)].begin() + r * kNumel;
+      const auto begin = full.begin() + r * kNumel;
       expect_bits(std::vector<float>(begin, begin + kNumel), input<float>(r, kNumel, u), "gather");
     }
     for (int64_t i = 0; i < kNumel; ++i) {
       const float expected = tree_sum<float>(0, n, rank * kNumel + i + u);
-      const float actual = sums[static_cast<size_t>(u)][static_cast<size_t>(i)];
+      const float actual = sum[static_cast<size_t>(i)];
       expect(actual == expected, "unit {} element {}: {} instead of {}", u, i, actual, expected);
     }
   }
@@ -239,17 +290,18 @@ inline void check_mesh(World& world) {
                replicate_comm->world_size() == n / shard_size,
            "mesh: rank {} has another place in its groups", world.rank());
     const bool is_power_of_two = (mesh.replicate_size & (mesh.replicate_size - 1)) == 0;
-    const std::vector<float> full = input<float>(world.rank(), kNumel * shard_size);
-    std::vector<float> shard(kNumel);
-    auto staging = scratch(shard_comm->reduce_scatter_staging_nbytes(kNumel, kF32) +
-                           replicate_comm->all_reduce_staging_nbytes(kNumel, kF32));
+    const Buffer<float> full(input<float>(world.rank(), kNumel * shard_size));
+    const Buffer<float> shard(std::vector<float>(kNumel, 0.0f));
+    const auto staging = scratch(shard_comm->reduce_scatter_staging_nbytes(kNumel, kF32) +
+                                 replicate_comm->all_reduce_staging_nbytes(kNumel, kF32));
     shard_comm->reduce_scatter(stream, shard.data(), full.data(), kNumel, kF32, kF32, false,
                                staging.data());
     replicate_comm->all_reduce(stream, shard.data(), kNumel, kF32, staging.data());
     stream.synchronize();
+    const std::vector<float> values = shard.values();
     for (int64_t i = 0; i < kNumel; ++i) {
       const float flat = tree_sum<float>(0, n, mesh.shard_rank * kNumel + i);
-      const float actual = shard[static_cast<size_t>(i)];
+      const float actual = values[static_cast<size_t>(i)];
       expect(is_power_of_two ? actual == flat : std::abs(actual - flat) < 1e-4f,
              "mesh {} x {}: element {} is {} instead of {}", n / shard_size, shard_size, i, actual,
              flat);
@@ -325,7 +377,8 @@ inline void check_allocate(World& world) {
              stats.allocated_by_class[static_cast<size_t>(MemoryClass::kGathered)] >= 5000,
          "allocate: the bytes are not counted");
   Context::current()->compute().synchronize();  // fresh bytes are poisoned in stream order
-  std::memset(storage->data(), 1, 5000);
+  Context::current()->compute().fill_bytes("fill", storage->data(), 1, 5000);
+  Context::current()->compute().synchronize();
   expect(comm->allocate(0, MemoryClass::kGathered)->is_materialized(), "allocate: nothing");
 }
 

@@ -1,0 +1,292 @@
+#include <atomic>
+#include <chrono>
+
+#include "core/runtime/cuda.h"
+#include "core/runtime/order_check.h"
+#include "dist/comm/local.h"
+#include "dist/comm/nccl.h"
+#include "test/dist/comm_cases.h"
+#include "test/simt/fake_cuda.h"
+#include "test/simt/include/nccl.h"
+#include "test/testing.h"
+
+using namespace tessera;
+using namespace tessera::dist;
+using namespace tessera::dist::testing;
+using tessera::testing::error_of;
+
+namespace {
+
+LocalOptions on_devices(std::chrono::milliseconds timeout = std::chrono::seconds(60)) {
+  LocalOptions options;
+  options.context.device = {DeviceType::kCuda, 0};
+  options.timeout = timeout;
+  return options;
+}
+
+/// Ranks share devices: collectives go through host memory.
+class SharedDevices {
+ public:
+  explicit SharedDevices(int num_devices) { simt::set_num_devices(num_devices); }
+  ~SharedDevices() { simt::set_num_devices(8); }
+};
+
+void expect_clean() {
+  CHECK(simt::take_mistakes() == std::vector<std::string>{});
+  CHECK(simt::live_objects() == std::vector<std::string>{});
+}
+
+}  // namespace
+
+TEST_CASE("comm_nccl: collectives equal their definition bit by bit", "[comm][simt]") {
+  for (const int world_size : {1, 2, 3, 4, 8}) {
+    CAPTURE(world_size);
+    REQUIRE_NOTHROW(run_ranks(world_size, on_devices(), check_collectives));
+    expect_clean();
+  }
+}
+
+TEST_CASE("comm_nccl: two communicators run side by side, their calls queued", "[comm][simt]") {
+  simt::set_random_delays(300, 3);
+  for (const int world_size : {1, 2, 4}) {
+    CAPTURE(world_size);
+    REQUIRE_NOTHROW(run_ranks(world_size, on_devices(), check_queued));
+    expect_clean();
+  }
+  simt::set_random_delays(0, 0);
+}
+
+TEST_CASE("comm_nccl: sums over shard groups and replicas have the bits of flat ones",
+          "[comm][simt]") {
+  for (const int world_size : {1, 2, 4, 6}) {
+    CAPTURE(world_size);
+    REQUIRE_NOTHROW(run_ranks(world_size, on_devices(), check_mesh));
+    expect_clean();
+  }
+}
+
+TEST_CASE("comm_nccl: ranks that share a device go through host memory", "[comm][simt]") {
+  const SharedDevices shared(2);
+  simt::set_random_delays(200, 5);
+  for (const int world_size : {3, 4}) {
+    CAPTURE(world_size);
+    REQUIRE_NOTHROW(run_ranks(world_size, on_devices(), check_collectives));
+    REQUIRE_NOTHROW(run_ranks(world_size, on_devices(), check_queued));
+    REQUIRE_NOTHROW(run_ranks(world_size, on_devices(), check_mesh));
+    expect_clean();
+  }
+  simt::set_random_delays(0, 0);
+}
+
+TEST_CASE("comm_nccl: memory for rings is registered, counted and given back", "[comm][simt]") {
+  REQUIRE_NOTHROW(run_ranks(2, on_devices(), check_allocate));
+  run_ranks(2, on_devices(), [](World& world) {
+    auto comm = world.make_comm();
+    const int64_t nbytes = (int64_t{4} << 20) + 512;
+    const AllocatorStats before = Context::current()->allocator()->stats();
+    auto storage = comm->allocate(nbytes, MemoryClass::kGathered);
+    const AllocatorStats after = Context::current()->allocator()->stats();
+    expect(after.allocated - before.allocated == nbytes, "counted {} bytes",
+           after.allocated - before.allocated);
+    comm->all_gather(Context::current()->compute(), storage->data(),
+                     static_cast<char*>(storage->data()) + world.rank() * nbytes / 2, nbytes / 8,
+                     kF32);
+    comm = nullptr;  // before its memory
+    storage = nullptr;
+    expect(Context::current()->allocator()->stats().reserved == before.reserved, "kept");
+  });
+  expect_clean();
+}
+
+TEST_CASE("comm_nccl: NCCL's own reduce_scatter is a setting", "[comm][simt]") {
+  set_nccl_options({.native_reduce_scatter = true, .max_ctas = 8});
+  run_ranks(4, on_devices(), [](World& world) {
+    const auto comm = world.make_comm();
+    const Stream stream = Context::current()->make_stream("comm");
+    const Buffer<float> full(std::vector<float>(400, static_cast<float>(world.rank() + 1)));
+    const Buffer<float> shard(std::vector<float>(100, 0.0f));
+    // Nothing is staged where NCCL adds.
+    comm->reduce_scatter(stream, shard.data(), full.data(), 100, kF32, kF32, false, nullptr);
+    stream.synchronize();
+    expect_bits(shard, std::vector<float>(100, 10.0f), "reduce_scatter");
+  });
+  set_nccl_options({});
+  expect_clean();
+}
+
+TEST_CASE("comm_nccl: calls of streams and dtypes that it does not know are named",
+          "[comm][simt]") {
+  run_ranks(2, on_devices(), [](World& world) {
+    const auto comm = world.make_comm();
+    const Stream cpu = make_stream({}, "cpu");
+    const Stream& cuda = Context::current()->compute();
+    const auto starts_with = [](const std::string& text, const std::string& start) {
+      expect(text.rfind(start, 0) == 0, "got \"{}\"", text);
+    };
+    const Buffer<double> x({1.0, 2.0});
+    starts_with(error_of([&] { comm->broadcast(cpu, x.data(), 8, 0); }),
+                "broadcast: this communicator moves memory of CUDA devices, the stream is on cpu");
+    starts_with(error_of([&] { comm->all_reduce(cuda, x.data(), 1, kF64, x.data()); }),
+                "all_reduce: no sum of f64 on CUDA");
+    starts_with(error_of([&] { comm->all_reduce(cuda, x.data(), 1, kI32, nullptr); }),
+                "all_reduce: expected a floating dtype, got i32");
+    starts_with(error_of([&] { comm->split(-1, 0); }),
+                "split: expected a color that is not negative, got -1");
+  });
+  expect_clean();
+}
+
+// ----- how they end
+
+TEST_CASE("comm_nccl: a rank that throws ends the others, and its error is the one",
+          "[comm][simt]") {
+  for (const int num_devices : {8, 1}) {
+    const SharedDevices devices(num_devices);
+    std::atomic<int> num_ended{0};
+    const auto begin = std::chrono::steady_clock::now();
+    const std::string message = error_of([&] {
+      run_ranks(3, on_devices(), [&](World& world) {
+        const auto comm = world.make_comm();
+        const Stream stream = Context::current()->make_stream("comm");
+        const Buffer<float> full(std::vector<float>(48, 1.0f)), shard(std::vector<float>(16, 1.0f));
+        comm->all_gather(stream, full.data(), shard.data(), 16, kF32);
+        stream.synchronize();
+        if (world.rank() == 1) throw InputError("rank 1 read a bad file");
+        comm->all_gather(stream, full.data(), shard.data(), 16, kF32);
+        Context::current()->compute().wait(stream.record());
+        try {
+          Context::current()->compute().synchronize();
+        } catch (const CommError& error) {
+          expect(std::string(error.what()) == "rank 1 failed: rank 1 read a bad file",
+                 "another reason: {}", error.what());
+          // Later calls are no use either, and do not wait for anybody.
+          comm->all_gather(stream, full.data(), shard.data(), 16, kF32);
+          expect(error_of([&] { stream.synchronize(); }) == error.what(), "another error");
+          num_ended++;
+          throw;
+        }
+      });
+    });
+    CHECK(message == "rank 1 read a bad file");
+    CHECK(num_ended == 2);
+    CHECK(std::chrono::steady_clock::now() - begin < std::chrono::seconds(20));
+    expect_clean();
+  }
+}
+
+TEST_CASE("comm_nccl: the watchdog names a collective that does not finish", "[comm][simt]") {
+  for (const int num_devices : {8, 1}) {
+    const SharedDevices devices(num_devices);
+    const std::string message = error_of([] {
+      run_ranks(2, on_devices(std::chrono::milliseconds(400)), [](World& world) {
+        const auto comm = world.make_comm();
+        const Stream stream = Context::current()->make_stream("comm");
+        const Buffer<float> full(std::vector<float>(32, 1.0f)), shard(std::vector<float>(16, 1.0f));
+        if (world.rank() == 0) {
+          comm->all_gather(stream, full.data(), shard.data(), 16, kF32, {"forward", "block3", 7});
+          stream.synchronize();
+        } else {
+          world.control().barrier();
+        }
+      });
+    });
+    INFO(message);
+    CHECK((message.find("rank 0: all_gather of block3 (forward, step 7, 64 bytes") == 0 ||
+           message.find("rank 1: barrier") == 0));
+    CHECK(message.find("has not finished in 0.4 s") != std::string::npos);
+    expect_clean();
+  }
+}
+
+TEST_CASE("comm_nccl: abort ends what is queued, and what is called later", "[comm][simt]") {
+  run_ranks(2, on_devices(), [](World& world) {
+    const auto comm = world.make_comm();
+    const Stream stream = Context::current()->make_stream("comm");
+    const Buffer<float> x({1.0f}), staging({0.0f});
+    if (world.rank() == 0) comm->all_reduce(stream, x.data(), 1, kF32, staging.data());
+    if (world.rank() == 1) comm->abort("enough");
+    if (world.rank() == 0) {
+      expect(error_of([&] { stream.synchronize(); }) == "enough", "all_reduce goes on");
+    }
+    expect(error_of([&] { world.control().barrier(); }) == "enough", "control goes on");
+    stream.drain();
+  });
+  expect_clean();
+}
+
+// ----- planted: ranks that call NCCL with different arguments
+
+TEST_CASE("planted: a wrong count, a wrong type and a wrong order in NCCL are caught",
+          "[comm][simt]") {
+  const auto run = [](const std::function<void(Comm&, const Stream&, float*)>& odd) {
+    const std::string message = error_of([&odd] {
+      run_ranks(2, on_devices(), [&odd](World& world) {
+        const auto comm = world.make_comm();
+        const Stream stream = Context::current()->make_stream("comm");
+        const Buffer<float> data(std::vector<float>(64, 1.0f));
+        if (world.rank() == 1) {
+          odd(*comm, stream, data.data());
+        } else {
+          comm->all_gather(stream, data.data(), data.data() + 32, 8, kF32);
+        }
+        stream.synchronize();
+      });
+    });
+    CHECK(simt::take_mistakes().size() == 1);
+    CHECK(simt::live_objects() == std::vector<std::string>{});
+    return message;
+  };
+  CHECK(
+      run([](Comm& comm, const Stream& stream, float* data) {
+        comm.all_gather(stream, data, data + 32, 4, kF32);
+      }) ==
+      "NCCL: invalid usage; the ranks disagree: rank 0 calls ncclAllGather of 32 elements of type "
+      "1, rank 1 ncclAllGather of 16 elements of type 1");
+  CHECK(
+      run([](Comm& comm, const Stream& stream, float* data) {
+        comm.broadcast(stream, data, 32, 1);
+      }) ==
+      "NCCL: invalid usage; the ranks disagree: rank 0 calls ncclAllGather of 32 elements of type "
+      "1, rank 1 ncclBroadcast of 32 elements of type 1 from 1");
+}
+
+TEST_CASE("planted: a send and a receive of different lengths are caught", "[comm][simt]") {
+  const std::string message = error_of([] {
+    run_ranks(2, on_devices(), [](World& world) {
+      const auto comm = world.make_comm();
+      const Stream stream = Context::current()->make_stream("comm");
+      const Buffer<float> full(std::vector<float>(64, 1.0f)), shard(std::vector<float>(32, 0.0f)),
+          staging(std::vector<float>(32, 0.0f));
+      comm->reduce_scatter(stream, shard.data(), full.data(), 8 + 8 * world.rank(), kF32, kF32,
+                           false, staging.data());
+      stream.synchronize();
+    });
+  });
+  INFO(message);
+  // Whichever rank is first to see it.
+  CHECK((
+      message ==
+          "NCCL: invalid usage; rank 1 sends 64 elements of type 1, rank 0 receives 32 of type 1" ||
+      message ==
+          "NCCL: invalid usage; rank 0 sends 32 elements of type 1, rank 1 receives 64 of type "
+          "1"));
+  CHECK(!simt::take_mistakes().empty());
+}
+
+TEST_CASE("planted: a collective that reads beyond its buffer is caught", "[comm][simt]") {
+  const std::string message = error_of([] {
+    run_ranks(1, on_devices(), [](World& world) {
+      const auto comm = world.make_comm();
+      const auto backend = make_cuda_backend(Context::current()->device());
+      void* data = backend->allocate(64);
+      const Buffer<float> full(std::vector<float>(64, 0.0f));
+      const std::string error = error_of(
+          [&] { comm->all_gather(Context::current()->compute(), full.data(), data, 64, kF32); });
+      backend->free(data, 64);
+      throw Error(error);
+    });
+  });
+  INFO(message);
+  CHECK(message.find("256 bytes that are not inside one allocation") != std::string::npos);
+  CHECK(!simt::take_mistakes().empty());
+}

@@ -1,0 +1,228 @@
+#include <atomic>
+#include <chrono>
+#include <thread>
+
+#include "core/autograd.h"
+#include "core/random.h"
+#include "core/runtime/cuda.h"
+#include "core/runtime/staging.h"
+#include "dist/comm/local.h"
+#include "dist/fsdp/fully_shard.h"
+#include "dist/fsdp/scaler.h"
+#include "nn/gpt2.h"
+#include "nn/llama.h"
+#include "optim/adamw.h"
+#include "test/simt/fake_cuda.h"
+#include "test/testing.h"
+
+// Training under FSDP on four thread ranks, a fake device each: the runtime, NCCL and cuBLASLt are
+// fakes, the kernels are those for the GPU on the emulator, and everything else is the product.
+
+namespace tessera {
+namespace {
+
+using dist::World;
+
+constexpr int kRanks = 4;
+constexpr int64_t kTime = 16, kVocab = 64;
+
+struct Run {
+  bool is_gpt2 = false;
+  DType param_dtype = kF32;
+  DeviceType device = DeviceType::kCuda;
+  int num_steps = 10;
+  dist::FsdpOptions fsdp = {};
+  /// Calls `submit`, which submits a step.
+  std::function<void(int step, const std::function<void()>& submit)> around_step = {};
+};
+
+struct Curve {
+  std::vector<double> losses, grad_norms;
+};
+
+std::unique_ptr<nn::LanguageModel> make_model(bool is_gpt2) {
+  if (is_gpt2) {
+    nn::Gpt2Config c;
+    c.vocab_size = kVocab, c.context_length = kTime;
+    c.num_layers = 2, c.num_heads = 2, c.width = 32;
+    c.init_stddev = 0.08;
+    return std::make_unique<nn::Gpt2>(c);
+  }
+  nn::LlamaConfig c;
+  c.vocab_size = kVocab, c.context_length = kTime;
+  c.num_layers = 2, c.num_heads = 2, c.num_kv_heads = 1, c.width = 32, c.ffn_width = 48;
+  c.init_stddev = 0.08;
+  return std::make_unique<nn::Llama>(c);
+}
+
+/// Each rank's sample counts through the vocabulary in steps of its own.
+Tensor ids_of(int rank, int64_t shift) {
+  std::vector<int32_t> ids;
+  for (int64_t t = 0; t < kTime; ++t)
+    ids.push_back(static_cast<int32_t>(((t + shift) * (2 * rank + 1) + 5 * rank) % kVocab));
+  return from_values(std::span<const int32_t>(ids), {1, kTime});
+}
+
+/// What a step tells the host, which reads it a step later.
+struct Pending {
+  HostCopy loss_sum, grad_norm;
+};
+
+Curve train_rank(World& world, const Run& run) {
+  std::unique_ptr<nn::LanguageModel> model;
+  {
+    nn::DeferredInit deferred;
+    model = make_model(run.is_gpt2);
+  }
+  dist::FsdpOptions options = run.fsdp;
+  options.precision.param_dtype = run.param_dtype;
+  const auto fsdp = dist::fully_shard(*model, world, options);
+  fsdp->initialize(5);
+  optim::AdamW adamw(fsdp->shards(), {});
+  const dist::LossScaler scaler({.scaling = dist::LossScaling::kNone});
+  Curve curve;
+  std::optional<Pending> previous;
+  const auto finish = [&] {
+    if (!previous) return;
+    curve.losses.push_back(previous->loss_sum.item() / (kRanks * kTime));
+    curve.grad_norms.push_back(previous->grad_norm.item());
+  };
+  for (int step = 0; step < run.num_steps; ++step) {
+    Pending pending;
+    const auto submit = [&] {
+      random_state() = {.seed = 3,
+                        .step = static_cast<uint64_t>(step),
+                        .op_index = 0,
+                        .sample_offset = world.rank()};
+      const Tensor scale = scaler.grad_scale(1.0 / (kRanks * kTime));
+      fsdp->begin_micro_batch(0, 1);
+      const LossSum loss =
+          model->loss(ids_of(world.rank(), 0), ids_of(world.rank(), 1), {}, {.grad_scale = scale});
+      backward(loss.sum, scale);
+      const dist::ClippedNorm clip = fsdp->clip_grad_norm(1.0, 2.0, scaler.scale());
+      adamw.step(1e-2f, clip.factor, clip.found_inf);
+      fsdp->end_step();
+      const std::vector<Tensor> losses = {loss.sum.detach()};
+      pending = {HostCopy(fsdp->sum_micro_batches(losses)), HostCopy(clip.norm)};
+    };
+    run.around_step ? run.around_step(step, submit) : submit();
+    finish();
+    previous = std::move(pending);
+  }
+  finish();
+  return curve;
+}
+
+Curve train(const Run& run) {
+  std::vector<Curve> curves(kRanks);
+  dist::LocalOptions local;
+  local.context.device = {run.device, 0};
+  dist::run_ranks(kRanks, local, [&](World& world) {
+    curves[static_cast<size_t>(world.rank())] = train_rank(world, run);
+  });
+  for (const Curve& curve : curves) {
+    CHECK(curve.losses == curves[0].losses);
+    CHECK(curve.grad_norms == curves[0].grad_norms);
+  }
+  return curves[0];
+}
+
+void check_clean() {
+  CHECK(simt::take_mistakes().empty());
+  CHECK(simt::live_objects().empty());
+}
+
+void compare_with_cpu(Run run, double loss_tolerance, double norm_tolerance) {
+  const Curve actual = train(run);
+  check_clean();
+  run.device = DeviceType::kCpu;
+  const Curve expected = train(run);
+  REQUIRE(actual.losses.size() == static_cast<size_t>(run.num_steps));
+  for (size_t i = 0; i < expected.losses.size(); ++i) {
+    INFO(fmt::format("step {}: loss {} on cpu {}, gradient norm {} on cpu {}", i, actual.losses[i],
+                     expected.losses[i], actual.grad_norms[i], expected.grad_norms[i]));
+    CHECK(std::fabs(actual.losses[i] - expected.losses[i]) <= loss_tolerance * expected.losses[i]);
+    CHECK(std::fabs(actual.grad_norms[i] - expected.grad_norms[i]) <=
+          norm_tolerance * expected.grad_norms[i]);
+  }
+  CHECK(actual.losses.front() - actual.losses.back() >= 0.5);
+}
+
+TEST_CASE("simt train: GPT-2 under full_shard follows the CPU in f32", "[train][simt]") {
+  compare_with_cpu({.is_gpt2 = true}, 1e-5, 1e-5);
+}
+
+TEST_CASE("simt train: Llama under full_shard follows the CPU in f32", "[train][simt]") {
+  compare_with_cpu({}, 1e-5, 1e-5);
+}
+
+TEST_CASE("simt train: GPT-2 under full_shard follows the CPU in bf16", "[train][simt]") {
+  compare_with_cpu({.is_gpt2 = true, .param_dtype = kBF16}, 1e-3, 1.5e-2);
+}
+
+TEST_CASE("simt train: Llama under full_shard follows the CPU in bf16", "[train][simt]") {
+  compare_with_cpu({.param_dtype = kBF16}, 1e-3, 1.5e-2);
+}
+
+TEST_CASE("simt train: the host submits a step while the device stands still", "[train][simt]") {
+  std::atomic<int> num_blocked{0};
+  Run run{.num_steps = 4};
+  run.around_step = [&](int step, const std::function<void()>& submit) {
+    if (step < 2) return submit();  // memory has been taken after the first
+    const Stream& compute = Context::current()->compute();
+    HostGate gate(compute.device());
+    const uint32_t ticket = gate.wait_on(compute);
+    std::atomic<bool> is_submitted{false};
+    std::thread opener([&] {
+      for (int i = 0; i < 3000 && !is_submitted; ++i)
+        std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      if (!is_submitted) ++num_blocked;
+      gate.open(ticket);
+    });
+    submit();
+    is_submitted = true;
+    opener.join();
+    compute.synchronize();
+  };
+  train(run);
+  CHECK(num_blocked == 0);
+  check_clean();
+}
+
+TEST_CASE("simt train: late tasks, offload and hybrid sharding leave the bits as they are",
+          "[train][simt]") {
+  const Curve expected = train({.num_steps = 3});
+  const auto check_same = [&](const dist::FsdpOptions& options, const char* what) {
+    INFO(what);
+    const Curve actual = train({.num_steps = 3, .fsdp = options});
+    CHECK(actual.losses == expected.losses);
+    CHECK(actual.grad_norms == expected.grad_norms);
+  };
+  simt::set_random_delays(100, 11);
+  check_same({}, "delays");
+  dist::FsdpOptions options;
+  options.communicators = 1;
+  check_same(options, "one communicator");
+  simt::set_random_delays(0, 0);
+  options = {};
+  options.offload = dist::Offload::kParamsAndOptimizer;
+  check_same(options, "offload");
+  options = {};
+  options.strategy = dist::Strategy::kHybridShard;
+  options.shard_size = 2;
+  check_same(options, "hybrid");
+  check_clean();
+}
+
+TEST_CASE("simt train: ranks that share devices follow through host memory", "[train][simt]") {
+  const Curve expected = train({.num_steps = 3});
+  simt::set_num_devices(2);
+  const Curve actual = train({.num_steps = 3});
+  simt::set_num_devices(8);
+  CHECK(actual.losses == expected.losses);
+  CHECK(actual.grad_norms == expected.grad_norms);
+  check_clean();
+}
+
+}  // namespace
+}  // namespace tessera
