@@ -2,8 +2,8 @@
 
 #include "core/runtime/cuda/launch.cuh"
 #include "core/runtime/cuda/ptx.cuh"
-#include "kernels/elementwise/activation.cuh"
 #include "kernels/float_vec.cuh"
+#include "kernels/matmul/activation.cuh"
 #include "kernels/matmul/kernel.h"
 
 // What the tensor-core and the f32 product share: the tiles of c, and their way from shared memory
@@ -76,6 +76,14 @@ __device__ inline TileOrigin tile_origin(const GemmLaunch& geometry) {
   const int64_t height = rest < kBand ? rest : kBand;
   return {(band * kBand + in_band % height) * kTileM, in_band / height * kTileN, batch};
 }
+
+/// A stored matrix and how much of it there is.
+template <class T>
+struct Stored {
+  const T* data;
+  int64_t ld, rows, cols;
+  bool is_aligned;
+};
 
 /// Four neighbours of a row of which `count` exist; the others are 0.
 template <class T>

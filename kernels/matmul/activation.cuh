@@ -3,8 +3,9 @@
 #include "core/runtime/cuda/ptx.cuh"
 #include "kernels/elementwise/kernel.h"
 
-// Activations in f32, one value at a time: what elementwise kernels and the epilogue of products
-// share. The formulas are those of activation.h.
+// Activations in the epilogue of a product, in f32, one value at a time. The formulas are those of
+// elementwise/activation.h; exponential and reciprocal are the hardware's approximations, two units
+// in the last place each, as a product's own rounding error hides them.
 
 namespace tessera::kernels::cuda {
 inline namespace TESSERA_CUDA_BODY {
