@@ -13,6 +13,8 @@
 #include <optional>
 #include <sstream>
 
+#include "apps/model_from.h"
+
 namespace tessera::apps {
 namespace {
 
@@ -263,18 +265,28 @@ void check_model(const Config& config) {
     fail_at(config, "model.kv_heads", "model.kv_heads = {}, expected a divisor of model.heads = {}",
             m.kv_heads, m.heads);
   }
-  if (m.kind == "gpt2") {
+  if (m.kind != "llama") {
     if (m.kv_heads != 0 && m.kv_heads != m.heads) {
       fail_at(config, "model.kv_heads",
-              "model.kv_heads = {}, expected model.heads = {} for kind gpt2", m.kv_heads, m.heads);
+              "model.kv_heads = {}, expected model.heads = {} for kind {}", m.kv_heads, m.heads,
+              m.kind);
     }
     if (m.head_width != 0) {
-      fail_at(config, "model.head_width", "model.head_width = {}, expected 0 for kind gpt2",
-              m.head_width);
+      fail_at(config, "model.head_width", "model.head_width = {}, expected 0 for kind {}",
+              m.head_width, m.kind);
     }
     if (m.qk_norm || m.qkv_bias) {
       fail_at(config, m.qk_norm ? "model.qk_norm" : "model.qkv_bias",
-              "model.{} = true, expected false for kind gpt2", m.qk_norm ? "qk_norm" : "qkv_bias");
+              "model.{} = true, expected false for kind {}", m.qk_norm ? "qk_norm" : "qkv_bias",
+              m.kind);
+    }
+    if (m.kind == "bloom" && (m.ffn != 0 && m.ffn != 4 * m.width)) {
+      fail_at(config, "model.ffn", "model.ffn = {}, expected 0 or 4 x model.width for kind bloom",
+              m.ffn);
+    }
+    if (m.kind == "bloom" && (!m.bias || m.gelu != "tanh")) {
+      fail_at(config, m.bias ? "model.gelu" : "model.bias",
+              "model.bias and model.gelu other than true and tanh, which kind bloom has");
     }
   } else {
     const int64_t head_width = m.head_width == 0 ? m.width / m.heads : m.head_width;
@@ -352,7 +364,13 @@ std::vector<Field> config_fields(Config& c) {
   return {
       {"device", &c.device, any, {"auto", "cpu", "cuda"}, "where to compute"},
 
-      {"model.kind", &c.model.kind, any, {"gpt2", "llama"}, "architecture"},
+      {"model.from",
+       &c.model.from,
+       any,
+       {},
+       "fine-tune: a directory with config.json and model.safetensors of Hugging Face's "
+       "transformers, which sets the keys below (model.context may be shorter)"},
+      {"model.kind", &c.model.kind, any, {"gpt2", "llama", "bloom"}, "architecture"},
       {"model.layers", &c.model.layers, {1, 10000}, {}, "transformer blocks"},
       {"model.heads", &c.model.heads, {1, 4096}, {}, "attention heads"},
       {"model.kv_heads", &c.model.kv_heads, {0, 4096}, {}, "key/value heads; 0: as heads"},
@@ -366,7 +384,8 @@ std::vector<Field> config_fields(Config& c) {
        &c.model.ffn,
        {0, 16777216},
        {},
-       "hidden width of the MLP; 0: 4 x width (gpt2), 8/3 x width up to a multiple of 64 (llama)"},
+       "hidden width of the MLP; 0: 4 x width (gpt2, bloom), 8/3 x width up to a multiple of 64 "
+       "(llama)"},
       {"model.context", &c.model.context, {1, 16777216}, {}, "tokens of a training sample"},
       {"model.vocab",
        &c.model.vocab,
@@ -379,8 +398,21 @@ std::vector<Field> config_fields(Config& c) {
       {"model.qk_norm", &c.model.qk_norm, any, {}, "llama: norms of query and key (Qwen3)"},
       {"model.gelu", &c.model.gelu, any, {"tanh", "exact"}, "gpt2: form of the GELU"},
       {"model.rope_theta", &c.model.rope_theta, positive, {}, "llama: base of rotary angles"},
+      {"model.rope_scaling",
+       &c.model.rope_scaling,
+       any,
+       {"none", "linear", "llama3"},
+       "llama: how rotary frequencies are stretched for a longer context"},
+      {"model.rope_factor", &c.model.rope_factor, positive, {}, "by which they are divided"},
+      {"model.rope_low_freq_factor", &c.model.rope_low_freq_factor, positive, {}, "llama3 only"},
+      {"model.rope_high_freq_factor", &c.model.rope_high_freq_factor, positive, {}, "llama3 only"},
+      {"model.rope_original_context",
+       &c.model.rope_original_context,
+       from(1),
+       {},
+       "llama3: the context before"},
       {"model.norm_eps", &c.model.norm_eps, positive, {}, "epsilon of the norms"},
-      {"model.dropout", &c.model.dropout, fraction, {}, "gpt2: dropout probability"},
+      {"model.dropout", &c.model.dropout, fraction, {}, "gpt2, bloom: dropout probability"},
 
       {"data.text", &c.data.text, any, {}, "a text file to train on"},
       {"data.tokens",
@@ -701,6 +733,7 @@ Config parse_config(std::string_view text, const std::string& name,
   }
   apply_toml(fields, table, "", name, config);
   apply_overrides(fields, overrides, config);
+  take_model_from(config);
   check_config(config);
   return config;
 }
@@ -720,6 +753,7 @@ std::string dump_config(const Config& config) {
   Config copy = config;
   std::string out, section;
   for (const Field& field : config_fields(copy)) {
+    if (field.key == "model.from") continue;  // what it meant is in the other keys
     const std::string own = section_of(field.key);
     if (own != section) {
       out += fmt::format("\n[{}]\n", own);

@@ -16,12 +16,16 @@
 namespace tessera::apps {
 
 struct ModelConfig {
+  std::string from;  ///< a model of transformers; the other keys are then its
   std::string kind = "llama";
   int64_t layers = 4, heads = 4, kv_heads = 0, head_width = 0, width = 128, ffn = 0;
   int64_t context = 64, vocab = 0;
   std::string gelu = "tanh";
   bool tied = true, bias = true, qkv_bias = false, qk_norm = false;
   double rope_theta = 10000, norm_eps = 1e-5, dropout = 0;
+  std::string rope_scaling = "none";
+  double rope_factor = 1, rope_low_freq_factor = 1, rope_high_freq_factor = 4;
+  int64_t rope_original_context = 8192;
 };
 struct DataConfig {
   std::string text, tokens, val_tokens, tokenizer = "byte";

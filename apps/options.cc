@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "nn/bloom.h"
 #include "nn/gpt2.h"
 #include "nn/llama.h"
 #include "optim/adamw.h"
@@ -36,6 +37,18 @@ std::unique_ptr<nn::LanguageModel> make_model(const ModelConfig& config, int64_t
     c.gelu = config.gelu == "exact" ? Gelu::kExact : Gelu::kTanh;
     return std::make_unique<nn::Gpt2>(c);
   }
+  if (config.kind == "bloom") {
+    nn::BloomConfig c;
+    c.vocab_size = vocab_size;
+    c.context_length = config.context;
+    c.num_layers = config.layers;
+    c.num_heads = config.heads;
+    c.width = config.width;
+    c.tied = config.tied;
+    c.dropout = config.dropout;
+    c.norm_eps = static_cast<float>(config.norm_eps);
+    return std::make_unique<nn::Bloom>(c);
+  }
   nn::LlamaConfig c;
   c.vocab_size = vocab_size;
   c.context_length = config.context;
@@ -50,6 +63,13 @@ std::unique_ptr<nn::LanguageModel> make_model(const ModelConfig& config, int64_t
   c.qk_norm = config.qk_norm;
   c.norm_eps = static_cast<float>(config.norm_eps);
   c.rope.theta = static_cast<float>(config.rope_theta);
+  c.rope.scaling = config.rope_scaling == "linear"   ? RopeScaling::kLinear
+                   : config.rope_scaling == "llama3" ? RopeScaling::kLlama3
+                                                     : RopeScaling::kNone;
+  c.rope.factor = static_cast<float>(config.rope_factor);
+  c.rope.low_freq_factor = static_cast<float>(config.rope_low_freq_factor);
+  c.rope.high_freq_factor = static_cast<float>(config.rope_high_freq_factor);
+  c.rope.original_max_position = config.rope_original_context;
   return std::make_unique<nn::Llama>(c);
 }
 

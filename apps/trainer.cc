@@ -24,6 +24,7 @@
 #include "core/runtime/context.h"
 #include "core/runtime/order_check.h"
 #include "core/runtime/staging.h"
+#include "dist/checkpoint/huggingface.h"
 #include "dist/comm/nccl.h"
 #include "nn/generate.h"
 
@@ -96,6 +97,7 @@ class Trainer {
   void print_sample();
   void follow_trace(int64_t step);
   void write_trace();
+  void initialize_parameters();
 
   Config config_;
   dist::World& world_;
@@ -128,6 +130,14 @@ class Trainer {
   std::deque<Clock::time_point> step_ends_;  // since the start or the last evaluation
 };
 
+/// By the seed, or the values of `model.from`.
+void Trainer::initialize_parameters() {
+  fsdp_->initialize(static_cast<uint64_t>(config_.train.seed));
+  if (config_.model.from.empty()) return;
+  world_.control().verdict(
+      [&] { dist::load_hf(dist::HfReader(config_.model.from), *fsdp_, *model_); });
+}
+
 Trainer::Trainer(const Config& config, dist::World& world, Checkpointing& checkpoints,
                  std::atomic<int64_t>* steps_done)
     : config_(config),
@@ -148,7 +158,7 @@ Trainer::Trainer(const Config& config, dist::World& world, Checkpointing& checkp
   }
   model_->set_recompute(recompute_policy(config_.recompute));
   fsdp_ = dist::fully_shard(*model_, world_, fsdp_options(config_));
-  fsdp_->initialize(static_cast<uint64_t>(config_.train.seed));
+  initialize_parameters();
   optimizer_ = make_optimizer(config_.optim, fsdp_->shards());
   schedule_.emplace(make_schedule(config_));
   scaler_.emplace(loss_scale_options(config_.precision));

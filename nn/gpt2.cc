@@ -31,6 +31,7 @@ AttentionConfig attention_config(const Gpt2Config& c) {
   a.width = c.width;
   a.num_heads = c.num_heads;
   a.qkv_bias = a.out_bias = c.bias;
+  a.alibi = c.alibi;
   a.init = Init::normal(0, c.init_stddev);
   a.out_init = output_init(c);
   return a;

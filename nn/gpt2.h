@@ -19,6 +19,7 @@ struct Gpt2Config {
   int64_t ffn_width = 0;  ///< 0: 4 * width
   bool bias = true;       ///< of the projections and the norms
   bool tied = true;       ///< the head uses the token embedding's weight
+  bool alibi = false;     ///< blocks: linear biases of attention, for models without positions
   double dropout = 0;     ///< after the embeddings and at the end of each sublayer
   float norm_eps = 1e-5f;
   Gelu gelu = Gelu::kTanh;

@@ -178,25 +178,20 @@ void check_tensors(const CheckpointReader& reader, const TrainingState& state) {
                                     reader.dir(), fmt::join(problems, "; ")));
 }
 
-void load_state(const CheckpointReader& reader, const TrainingState& state) {
+void load_slices(std::span<const Slice> slices, const SliceSource& source) {
   const NoGrad no_grad;
   const MemoryScope scope(MemoryClass::kOther);
-  const std::vector<Slice> slices = held_slices(state);
   int64_t largest = 1;
-  const auto dtype_in_file = [&](const Slice& s) {
-    const TensorRecord* record = reader.manifest().find(s.tensor);
-    return record == nullptr ? s.values.dtype() : record->dtype;
-  };
   for (const Slice& s : slices) {
-    largest = std::max(largest, s.values.numel() * static_cast<int64_t>(size_of(dtype_in_file(s))));
+    const auto nbytes_each = static_cast<int64_t>(size_of(source.dtype(s)));
+    largest = std::max(largest, s.values.numel() * nbytes_each);
   }
   const int64_t buffer_nbytes = std::min(largest, kLoadBufferNbytes);
   const Tensor buffer = empty_on_host(buffer_nbytes, kU8);
   current_stream().synchronize();  // the host writes into it
   int64_t used = 0;
   for (const Slice& s : slices) {
-    if (s.is_optional && reader.manifest().find(s.tensor) == nullptr) continue;
-    const DType dtype = dtype_in_file(s);
+    const DType dtype = source.dtype(s);
     const auto nbytes_each = static_cast<int64_t>(size_of(dtype));
     for (int64_t first = 0; first < s.values.numel();) {
       used = (used + nbytes_each - 1) / nbytes_each * nbytes_each;
@@ -207,13 +202,28 @@ void load_state(const CheckpointReader& reader, const TrainingState& state) {
       const int64_t count =
           std::min(s.values.numel() - first, (buffer_nbytes - used) / nbytes_each);
       const Tensor part = view_of_storage(buffer.storage(), used / nbytes_each, {count}, dtype);
-      reader.read(s.tensor, s.begin + first, s.begin + first + count, part.raw_data());
+      source.read(s, s.begin + first, s.begin + first + count, part.raw_data());
       s.values.narrow(0, first, count).copy_(part);
       used += count * nbytes_each;
       first += count;
     }
   }
   current_stream().synchronize();
+}
+
+void load_state(const CheckpointReader& reader, const TrainingState& state) {
+  std::vector<Slice> slices = held_slices(state);
+  std::erase_if(slices, [&](const Slice& s) {
+    return s.is_optional && reader.manifest().find(s.tensor) == nullptr;
+  });
+  const auto dtype = [&](const Slice& s) {
+    const TensorRecord* record = reader.manifest().find(s.tensor);
+    return record == nullptr ? s.values.dtype() : record->dtype;
+  };
+  const auto read = [&](const Slice& s, int64_t begin, int64_t end, void* dst) {
+    reader.read(s.tensor, begin, end, dst);
+  };
+  load_slices(slices, {dtype, read});
   state.fsdp->shards_changed();
 }
 

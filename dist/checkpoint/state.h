@@ -1,7 +1,9 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -71,8 +73,16 @@ class Snapshot {
 /// all that are missing, unexpected, or of another shape.
 void check_tensors(const CheckpointReader& reader, const TrainingState& state);
 
+/// Where the values of slices come from: the dtype of a slice there, and its elements [begin, end).
+struct SliceSource {
+  std::function<DType(const Slice&)> dtype;
+  std::function<void(const Slice&, int64_t begin, int64_t end, void* dst)> read;
+};
+/// Sets slices through a buffer of at most 64 MiB in host memory. Local to the rank.
+void load_slices(std::span<const Slice> slices, const SliceSource& source);
+
 /// Sets the state from a checkpoint of any strategy, wrapping and number of ranks, reading what
-/// this rank holds and no more, through a buffer of 64 MiB. Local to the rank.
+/// this rank holds and no more. Local to the rank.
 void load_state(const CheckpointReader& reader, const TrainingState& state);
 
 }  // namespace tessera::dist

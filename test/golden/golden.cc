@@ -155,4 +155,8 @@ int64_t Golden::num_valid(int64_t step) const {
   return static_cast<int64_t>(row.size()) - std::count(row.begin(), row.end(), -100);
 }
 
+std::string golden_dir() {
+  return TESSERA_GOLDEN_DIR;
+}
+
 }  // namespace tessera::testing

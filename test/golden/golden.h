@@ -50,6 +50,9 @@ struct Fsdp2Run {
 };
 std::vector<Fsdp2Run> load_fsdp2_runs();
 
+/// The folder in the source tree.
+std::string golden_dir();
+
 /// Reads a case ("gpt2", "llama", "qwen") from the folder of the source tree.
 Golden load_golden(const std::string& name);
 

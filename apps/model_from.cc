@@ -1,0 +1,78 @@
+#include "apps/model_from.h"
+
+#include <algorithm>
+#include <map>
+
+#include "core/files.h"
+#include "dist/checkpoint/hf_config.h"
+
+namespace tessera::apps {
+namespace {
+
+/// The shortest decimal of an f32.
+double decimal(float value) {
+  return std::stod(fmt::format("{}", value));
+}
+
+void set_model(ModelConfig& m, const nn::Gpt2Config& c) {
+  m.kind = "gpt2";
+  m.vocab = c.vocab_size, m.context = c.context_length, m.layers = c.num_layers;
+  m.heads = m.kv_heads = c.num_heads, m.width = c.width, m.ffn = c.ffn_width;
+  m.bias = c.bias, m.tied = c.tied;
+  m.norm_eps = decimal(c.norm_eps);
+  m.gelu = c.gelu == Gelu::kTanh ? "tanh" : "exact";
+}
+
+void set_model(ModelConfig& m, const nn::LlamaConfig& c) {
+  m.kind = "llama";
+  m.vocab = c.vocab_size, m.context = c.context_length, m.layers = c.num_layers;
+  m.heads = c.num_heads, m.kv_heads = c.num_kv_heads, m.head_width = c.head_width;
+  m.width = c.width, m.ffn = c.ffn_width;
+  m.tied = c.tied, m.qkv_bias = c.qkv_bias, m.qk_norm = c.qk_norm;
+  m.norm_eps = decimal(c.norm_eps);
+  m.rope_theta = decimal(c.rope.theta);
+  m.rope_scaling = c.rope.scaling == RopeScaling::kLinear   ? "linear"
+                   : c.rope.scaling == RopeScaling::kLlama3 ? "llama3"
+                                                            : "none";
+  m.rope_factor = decimal(c.rope.factor);
+  m.rope_low_freq_factor = decimal(c.rope.low_freq_factor);
+  m.rope_high_freq_factor = decimal(c.rope.high_freq_factor);
+  m.rope_original_context = c.rope.original_max_position;
+}
+
+void set_model(ModelConfig& m, const nn::BloomConfig& c) {
+  m.kind = "bloom";
+  m.vocab = c.vocab_size, m.context = c.context_length, m.layers = c.num_layers;
+  m.heads = m.kv_heads = c.num_heads, m.width = c.width, m.ffn = 0;
+  m.bias = true, m.tied = c.tied;
+  m.gelu = "tanh";
+  m.norm_eps = decimal(c.norm_eps);
+}
+
+std::string text_of(const Field& field) {
+  return std::visit([](const auto* value) { return fmt::format("{}", *value); }, field.value);
+}
+
+}  // namespace
+
+void take_model_from(Config& config) {
+  if (config.model.from.empty()) return;
+  const MappedFile file(config.model.from + "/config.json");
+  const dist::HfModelConfig found = dist::parse_hf_config(file.path(), file.text());
+  Config taken = config;
+  std::visit([&](const auto& c) { set_model(taken.model, c); }, found);
+  if (config.origins.contains("model.context")) {
+    taken.model.context = std::min(taken.model.context, config.model.context);
+  }
+  const std::vector<Field> given = config_fields(config), fields = config_fields(taken);
+  for (size_t i = 0; i < fields.size(); ++i) {
+    if (!fields[i].key.starts_with("model.") || !config.origins.contains(fields[i].key)) continue;
+    if (text_of(given[i]) == text_of(fields[i])) continue;
+    throw ConfigError(fmt::format("{}: {} = {}, expected {} of {}", config.origin(fields[i].key),
+                                  fields[i].key, text_of(given[i]), text_of(fields[i]),
+                                  file.path()));
+  }
+  config.model = taken.model;
+}
+
+}  // namespace tessera::apps

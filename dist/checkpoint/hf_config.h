@@ -1,0 +1,42 @@
+#pragma once
+
+#include <memory>
+#include <string>
+#include <string_view>
+#include <variant>
+
+#include "core/dtype.h"
+#include "nn/bloom.h"
+#include "nn/gpt2.h"
+#include "nn/llama.h"
+
+// config.json of Hugging Face's transformers: which of our models it describes, and back.
+
+namespace tessera::dist {
+
+/// A model of ours, with its sizes.
+using HfModelConfig = std::variant<nn::Gpt2Config, nn::LlamaConfig, nn::BloomConfig>;
+
+/// The model that a config.json describes, by its `architectures` or `model_type`:
+///   GPT2LMHeadModel                                         -> Gpt2
+///   LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM,
+///   Qwen3ForCausalLM                                        -> Llama
+///   BloomForCausalLM                                        -> Bloom
+/// Dropout is 0: fine-tuning sets its own. The context is no longer than a sliding window, inside
+/// of which attention is full. Errors   InputError that begins with `path` and names the key, what
+/// was found and what is
+///          expected: for another architecture, a value out of range, a feature that the models
+///          here lack (attention_bias of Llama, yarn, ...), an unknown key that is switched on
+HfModelConfig parse_hf_config(const std::string& path, std::string_view text);
+
+/// The config.json of a model, with sizes as its `config()` has them. Llama's relatives are named
+/// by what they have: qk_norm is Qwen3, qkv_bias Qwen2, neither Llama. Errors   ConfigError for a
+/// model that transformers has no name for (qk_norm with qkv_bias, ...)
+std::string hf_config_json(const HfModelConfig& config, DType dtype);
+
+/// The sizes of a model of ours. ConfigError if it is of another class.
+HfModelConfig hf_config_of(const nn::LanguageModel& model);
+
+std::unique_ptr<nn::LanguageModel> make_model(const HfModelConfig& config);
+
+}  // namespace tessera::dist

@@ -1,0 +1,326 @@
+#include "dist/checkpoint/huggingface.h"
+
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <cstring>
+#include <filesystem>
+#include <optional>
+#include <set>
+
+#include "dist/checkpoint/durable_file.h"
+#include "dist/checkpoint/state.h"
+#include "dist/checkpoint/strict_json.h"
+#include "dist/fsdp/offload.h"
+
+namespace tessera::dist {
+namespace {
+
+using nlohmann::json;
+namespace fs = std::filesystem;
+
+constexpr const char* kSingleName = "model.safetensors";
+constexpr const char* kIndexName = "model.safetensors.index.json";
+
+/// Names of files that an index gives, each once.
+std::vector<std::string> files_of_index(const std::string& path) {
+  const MappedFile file(path);
+  const json index = parse_strict_json(path, file.text(), 8, "an index of tensors");
+  const auto map = index.is_object() ? index.find("weight_map") : index.end();
+  if (!index.is_object() || map == index.end() || !map->is_object()) {
+    throw InputError(fmt::format("{}: no weight_map, expected an object of tensor: file", path));
+  }
+  std::vector<std::string> names;
+  for (const auto& [tensor, name] : map->items()) {
+    const std::string text = name.is_string() ? name.get<std::string>() : "";
+    const bool is_plain = !text.empty() && text.find('/') == std::string::npos &&
+                          text.find('\\') == std::string::npos && text != "." && text != "..";
+    if (!is_plain) {
+      throw InputError(fmt::format("{}: tensor {} is in {}, expected the name of a file beside it",
+                                   path, tensor, name.dump()));
+    }
+    names.push_back(text);
+  }
+  std::sort(names.begin(), names.end());
+  names.erase(std::unique(names.begin(), names.end()), names.end());
+  return names;
+}
+
+template <class T>
+float load_as_float(const char* src) {
+  T value;
+  std::memcpy(&value, src, sizeof(T));
+  return static_cast<float>(value);
+}
+
+/// dst[i] = element i * stride of `src`, which need not be aligned.
+void convert(float* dst, const void* src, DType dtype, int64_t count, int64_t stride) {
+  visit_float(dtype, "huggingface", [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const char* from = static_cast<const char*>(src);
+    const int64_t step = stride * static_cast<int64_t>(sizeof(T));
+    for (int64_t i = 0; i < count; ++i) dst[i] = load_as_float<T>(from + i * step);
+  });
+}
+
+/// The bytes of a tensor of transformers, made from the parameter of ours that holds its rows.
+std::vector<std::byte> make_tensor(const HfTensor& tensor, const float* ours, int64_t cols,
+                                   DType dtype) {
+  std::vector<std::byte> bytes(static_cast<size_t>(tensor.shape.numel()) * size_of(dtype));
+  visit_float(dtype, "export", [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    T* const dst = reinterpret_cast<T*>(bytes.data());
+    for (const HfRows& run : tensor.rows) {
+      const float* first = ours + run.row * cols;
+      if (!tensor.is_transposed) {
+        std::transform(first, first + run.num_rows * cols, dst + run.hf_row * cols,
+                       [](float value) { return T(value); });
+        continue;
+      }
+      const int64_t num_rows = tensor.shape[1];
+      for (int64_t c = 0; c < cols; ++c) {
+        for (int64_t r = 0; r < run.num_rows; ++r) {
+          dst[c * num_rows + run.hf_row + r] = T(first[r * cols + c]);
+        }
+      }
+    }
+  });
+  return bytes;
+}
+
+/// f32 values of a tensor where the host can read them; `copy` holds them if they had to move.
+const float* values_on_host(const Tensor& full, Tensor& copy) {
+  copy = full.device().type == DeviceType::kCpu ? full : empty_on_host(full.numel(), kF32);
+  if (full.device().type != DeviceType::kCpu) copy.copy_(full.view({full.numel()}));
+  current_stream().synchronize();
+  return copy.data<float>();
+}
+
+}  // namespace
+
+HfReader::HfReader(const std::string& dir) : dir_(dir) {
+  const MappedFile config(dir + "/config.json");
+  config_ = parse_hf_config(config.path(), config.text());
+  parameters_ = hf_parameters(config_);
+  for (const HfParameter& p : parameters_) by_name_.emplace(p.name, &p);
+  open_files();
+  check_tensors();
+}
+
+void HfReader::open_files() {
+  if (fs::exists(dir_ + "/" + kSingleName)) return add_file(kSingleName);
+  const std::string index = dir_ + "/" + kIndexName;
+  if (!fs::exists(index)) {
+    const bool has_pickle = fs::exists(dir_ + "/pytorch_model.bin");
+    throw InputError(fmt::format("{}: no {} and no {}{}", dir_, kSingleName, kIndexName,
+                                 has_pickle ? " (pytorch_model.bin is a Python pickle, which is "
+                                              "not read; save it with safe_serialization=True)"
+                                            : ""));
+  }
+  for (const std::string& name : files_of_index(index)) {
+    const std::string path = dir_ + "/" + name;
+    if (fs::is_symlink(path)) {
+      throw InputError(fmt::format("{}: is a link, expected a file in the directory", path));
+    }
+    add_file(name);
+  }
+}
+
+void HfReader::add_file(const std::string& name) {
+  files_.push_back(std::make_unique<SafetensorsFile>(dir_ + "/" + name));
+  const SafetensorsFile& file = *files_.back();
+  for (const SafetensorsEntry& entry : file.entries()) {
+    // Models saved without their head lack the prefix.
+    std::string full = entry.name;
+    if (!std::holds_alternative<nn::LlamaConfig>(config_) && !full.starts_with("transformer.") &&
+        full != "lm_head.weight") {
+      full = "transformer." + full;
+    }
+    if (!tensors_.emplace(full, Place{&file, &entry}).second) {
+      throw InputError(fmt::format("{}/{}: tensor {} comes twice", dir_, name, entry.name));
+    }
+  }
+}
+
+void HfReader::check_tensors() {
+  std::vector<std::string> problems;
+  std::set<std::string, std::less<>> expected;
+  for (const HfParameter& p : parameters_) {
+    for (const HfTensor& t : p.sources) {
+      expected.insert(t.name);
+      const auto found = tensors_.find(t.name);
+      if (found == tensors_.end()) {
+        problems.push_back("missing " + t.name);
+        continue;
+      }
+      const SafetensorsEntry& entry = *found->second.entry;
+      const bool is_float = entry.dtype == kF32 || entry.dtype == kBF16 || entry.dtype == kF16;
+      if (entry.shape != t.shape || !is_float) {
+        problems.push_back(fmt::format("{} is {} {}, expected f32, bf16 or f16 {}", entry.name,
+                                       entry.dtype, entry.shape, t.shape));
+      }
+    }
+  }
+  for (const auto& [name, place] : tensors_) {
+    if (!expected.contains(name) && !is_derived_hf_tensor(config_, name)) {
+      problems.push_back("unexpected " + place.entry->name);
+    }
+  }
+  if (problems.empty()) return;
+  throw InputError(
+      fmt::format("{}: tensors are not those of config.json: {}", dir_, fmt::join(problems, "; ")));
+}
+
+Shape HfReader::shape_of(std::string_view name) const {
+  const auto found = by_name_.find(std::string(name));
+  TESSERA_CHECK_AS(InputError, found != by_name_.end(), "{}: has no parameter {}", dir_, name);
+  return found->second->shape;
+}
+
+void HfReader::read(std::string_view name, int64_t begin, int64_t end, float* dst) const {
+  const auto found = by_name_.find(std::string(name));
+  TESSERA_CHECK(found != by_name_.end(), "huggingface: the model has no parameter {}", name);
+  const HfParameter& p = *found->second;
+  TESSERA_CHECK(0 <= begin && begin <= end && end <= p.shape.numel(),
+                "huggingface: elements [{}, {}) of {}, expected some of {}", begin, end, name,
+                p.shape.numel());
+  const int64_t cols = p.cols();
+  for (const HfTensor& source : p.sources) {
+    const Place& place = tensors_.find(source.name)->second;
+    const DType dtype = place.entry->dtype;
+    const auto* data = static_cast<const char*>(place.file->data(*place.entry));
+    const auto at = [&](int64_t element) {
+      return data + element * static_cast<int64_t>(size_of(dtype));
+    };
+    for (const HfRows& run : source.rows) {
+      const int64_t first = std::max(begin, run.row * cols);
+      const int64_t last = std::min(end, (run.row + run.num_rows) * cols);
+      if (first >= last) continue;
+      if (!source.is_transposed) {
+        convert(dst + (first - begin), at(run.hf_row * cols + first - run.row * cols), dtype,
+                last - first, 1);
+        continue;
+      }
+      // Element (row, col) of ours is (col, row) there: a row of ours at a time.
+      const int64_t num_rows = source.shape[1];
+      for (int64_t i = first; i < last;) {
+        const int64_t row = i / cols, col = i % cols;
+        const int64_t count = std::min(last - i, cols - col);
+        convert(dst + (i - begin), at(col * num_rows + run.hf_row + row - run.row), dtype, count,
+                num_rows);
+        i += count;
+      }
+    }
+  }
+}
+
+void load_hf(const HfReader& reader, Fsdp& fsdp, nn::Module& model) {
+  constexpr std::string_view kPrefix = "parameters/";
+  for (const nn::NamedParameter& p : model.named_parameters()) {
+    const Shape& shape = p.parameter->tensor.shape();
+    const Shape found = reader.shape_of(p.name);
+    // Fewer positions than the file has are its first ones.
+    const bool fits = shape == found ||
+                      (p.name == "position.weight" && shape[1] == found[1] && shape[0] < found[0]);
+    TESSERA_CHECK_AS(InputError, fits, "{}: {} is {}, expected {} of the model", reader.dir(),
+                     p.name, found, shape);
+  }
+  TrainingState state;
+  state.model = &model;
+  state.fsdp = &fsdp;
+  const auto dtype = [](const Slice&) { return kF32; };
+  const auto read = [&](const Slice& s, int64_t begin, int64_t end, void* dst) {
+    reader.read(std::string_view(s.tensor).substr(kPrefix.size()), begin, end,
+                static_cast<float*>(dst));
+  };
+  load_slices(held_slices(state), {dtype, read});
+  fsdp.shards_changed();
+}
+
+HfWriter::HfWriter(const std::string& dir, const HfModelConfig& config,
+                   const HfWriteOptions& options)
+    : dir_(dir), config_(config), options_(options), parameters_(hf_parameters(config)) {
+  TESSERA_CHECK(options.dtype == kF32 || options.dtype == kBF16 || options.dtype == kF16,
+                "export: dtype {}, expected f32, bf16 or f16", options.dtype);
+  hf_config_json(config, options.dtype);  // refuses what has no name there before anything is made
+  make_directory_durably(dir);
+  std::vector<std::vector<SafetensorsEntry>> files(1);
+  int64_t used = 0;
+  for (const HfParameter& p : parameters_) {
+    for (const HfTensor& t : p.sources) {
+      const SafetensorsEntry entry{t.name, options.dtype, t.shape};
+      if (used > 0 && used + entry.nbytes() > options.max_file_nbytes) {
+        files.emplace_back();
+        used = 0;
+      }
+      used += entry.nbytes();
+      file_of_.emplace(t.name, files.size() - 1);
+      files.back().push_back(entry);
+    }
+  }
+  for (size_t i = 0; i < files.size(); ++i) {
+    file_names_.push_back(
+        files.size() == 1 ? kSingleName
+                          : fmt::format("model-{:05}-of-{:05}.safetensors", i + 1, files.size()));
+    writers_.push_back(
+        std::make_unique<SafetensorsWriter>(dir + "/" + file_names_[i], std::move(files[i]),
+                                            std::map<std::string, std::string>{{"format", "pt"}}));
+  }
+}
+
+HfWriter::~HfWriter() = default;
+
+void HfWriter::write(std::string_view name, const float* values, int64_t numel) {
+  const auto p = std::find_if(parameters_.begin(), parameters_.end(),
+                              [&](const HfParameter& each) { return each.name == name; });
+  TESSERA_CHECK(p != parameters_.end(), "export: the model has no parameter {}", name);
+  TESSERA_CHECK_EQ(numel, p->shape.numel(), "export: elements of {}", name);
+  for (const HfTensor& t : p->sources) {
+    const std::vector<std::byte> bytes = make_tensor(t, values, p->cols(), options_.dtype);
+    writers_[file_of_.at(t.name)]->write(t.name, bytes.data(), static_cast<int64_t>(bytes.size()));
+  }
+}
+
+void HfWriter::finish() {
+  for (const auto& writer : writers_) writer->finish();
+  if (writers_.size() > 1) {
+    json map = json::object();
+    int64_t total = 0;
+    for (const HfParameter& p : parameters_) {
+      for (const HfTensor& t : p.sources) {
+        map[t.name] = file_names_[file_of_.at(t.name)];
+        total += t.shape.numel() * static_cast<int64_t>(size_of(options_.dtype));
+      }
+    }
+    const json index = {{"metadata", {{"total_size", total}}}, {"weight_map", map}};
+    write_durably(dir_ + "/" + kIndexName, index.dump(2) + "\n");
+  }
+  write_durably(dir_ + "/config.json", hf_config_json(config_, options_.dtype));
+}
+
+void export_hf(const std::string& dir, nn::LanguageModel& model, Fsdp& fsdp, World& world,
+               const HfWriteOptions& options) {
+  std::unique_ptr<HfWriter> writer;
+  world.control().verdict([&] {
+    if (world.rank() == 0) writer = std::make_unique<HfWriter>(dir, hf_config_of(model), options);
+  });
+  std::optional<IoError> failed;  // the other ranks go on with the gathers until all know
+  const auto attempt = [&](auto&& f) {
+    if (failed || world.rank() != 0) return;
+    try {
+      f();
+    } catch (const IoError& error) {
+      failed = error;
+    }
+  };
+  fsdp.for_each_full(Fsdp::State::kMaster, [&](const std::string& name, const Tensor& full) {
+    attempt([&] {
+      Tensor copy;
+      writer->write(name, values_on_host(full, copy), full.numel());
+    });
+  });
+  attempt([&] { writer->finish(); });
+  world.control().verdict(failed ? &*failed : nullptr);
+}
+
+}  // namespace tessera::dist

@@ -1,0 +1,97 @@
+#pragma once
+
+#include <map>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+#include "dist/checkpoint/hf_config.h"
+#include "dist/checkpoint/hf_names.h"
+#include "dist/checkpoint/safetensors.h"
+#include "dist/fsdp/fully_shard.h"
+
+// Models in the form of Hugging Face's transformers: a directory with config.json and
+// model.safetensors, or several files and model.safetensors.index.json.
+
+namespace tessera::dist {
+
+/// A model's directory open for reading. Everything is checked when it is opened: the config, the
+/// index (plain names of files in the directory: no path, no link), each file as SafetensorsFile
+/// does, and that names, shapes and dtypes (f32, bf16, f16) of all tensors are those of the model.
+/// InputError names the file and lists all tensors that are missing, unexpected or of another
+/// shape.
+class HfReader {
+ public:
+  explicit HfReader(const std::string& dir);
+
+  const std::string& dir() const { return dir_; }
+  const HfModelConfig& config() const { return config_; }
+  const std::vector<HfParameter>& parameters() const { return parameters_; }
+  /// Of a parameter of ours. InputError if the model has none of that name.
+  Shape shape_of(std::string_view name) const;
+
+  /// f32 elements [begin, end) of a parameter of ours, by its name in our model. Touches no more
+  /// than the bytes that they come from.
+  void read(std::string_view name, int64_t begin, int64_t end, float* dst) const;
+
+ private:
+  struct Place {
+    const SafetensorsFile* file;
+    const SafetensorsEntry* entry;
+  };
+  void open_files();
+  void add_file(const std::string& name);
+  void check_tensors();
+
+  std::string dir_;
+  HfModelConfig config_;
+  std::vector<HfParameter> parameters_;
+  std::unordered_map<std::string, const HfParameter*> by_name_;
+  std::vector<std::unique_ptr<SafetensorsFile>> files_;
+  std::map<std::string, Place, std::less<>> tensors_;  // by full name
+};
+
+/// Sets the masters of this rank's shards from the files, slice by slice through a buffer of 64
+/// MiB: no rank holds more of the model than its shards. Local. Error if the model is another one.
+void load_hf(const HfReader& reader, Fsdp& fsdp, nn::Module& model);
+
+struct HfWriteOptions {
+  DType dtype = kF32;                       ///< f32 | bf16 | f16
+  int64_t max_file_nbytes = 5'000'000'000;  ///< beyond it, several files and an index
+};
+
+/// Writes a model's directory tensor by tensor: no more than the parameter given and one tensor
+/// made of it are in memory. Files get their names when complete, config.json last.
+class HfWriter {
+ public:
+  /// IoError if the directory cannot be made or written.
+  HfWriter(const std::string& dir, const HfModelConfig& config, const HfWriteOptions& options = {});
+  ~HfWriter();
+  HfWriter(const HfWriter&) = delete;
+  HfWriter& operator=(const HfWriter&) = delete;
+
+  const std::vector<HfParameter>& parameters() const { return parameters_; }
+  /// The whole of a parameter of ours, f32, in any order. Error for an unknown name or another
+  /// size.
+  void write(std::string_view name, const float* values, int64_t numel);
+  /// Error if a parameter was not written.
+  void finish();
+
+ private:
+  std::string dir_;
+  HfModelConfig config_;
+  HfWriteOptions options_;
+  std::vector<HfParameter> parameters_;
+  std::vector<std::unique_ptr<SafetensorsWriter>> writers_;
+  std::vector<std::string> file_names_;
+  std::map<std::string, size_t, std::less<>> file_of_;  // by the tensor's name
+};
+
+/// Writes the model under FSDP; collective, rank 0 holds one unit and one tensor of it at a time,
+/// the others a unit. IoError on every rank if it fails.
+void export_hf(const std::string& dir, nn::LanguageModel& model, Fsdp& fsdp, World& world,
+               const HfWriteOptions& options = {});
+
+}  // namespace tessera::dist

@@ -1,0 +1,26 @@
+"""Whether transformers reads what we export: check_hf_export.py FOLDER, with FOLDER/FAMILY written by
+
+    TESSERA_HF_EXPORT=FOLDER build/test/dist_checkpoint_huggingface_test "[.hf-export]"
+
+Each must load by `from_pretrained` without a missing or unexpected tensor and give the logits of
+hf/FAMILY/logits.json. Needs torch and transformers."""
+
+import json
+import pathlib
+import sys
+
+import torch
+from transformers import AutoModelForCausalLM
+
+HERE = pathlib.Path(__file__).parent / "hf"
+
+for golden in sorted(HERE.iterdir()):
+    expected = json.loads((golden / "logits.json").read_text())
+    model, info = AutoModelForCausalLM.from_pretrained(
+        pathlib.Path(sys.argv[1]) / golden.name, dtype=torch.float32, output_loading_info=True)
+    problems = {k: v for k, v in info.items() if v}
+    with torch.no_grad():
+        logits = model.eval()(torch.tensor(expected["ids"])).logits
+    error = (logits.flatten() - torch.tensor(expected["logits"])).abs().max().item()
+    print(f"{golden.name}: {type(model).__name__}, largest difference {error:.1e} {problems or ''}")
+    assert error < 1e-5 and not problems, golden.name

@@ -1,0 +1,64 @@
+"""Tiny random models of every supported family as transformers saves them, with their logits:
+hf/FAMILY/{config.json, model.safetensors, logits.json}. One is sharded with an index, some are in
+bf16. Needs torch and transformers; the logits are computed in f32."""
+
+import json
+import pathlib
+import shutil
+
+import torch
+from transformers import (BloomConfig, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config,
+                          Qwen3Config)
+from transformers import AutoModelForCausalLM
+
+HERE = pathlib.Path(__file__).parent / "hf"
+VOCAB, NUM_TOKENS = 40, 9
+
+LLAMA = dict(vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+             num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32)
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 16, "rope_theta": 100.0}
+
+FAMILIES = {
+    "gpt2": (GPT2Config(vocab_size=VOCAB, n_positions=24, n_embd=16, n_layer=2, n_head=4),
+             torch.float32, {}),
+    "llama2": (LlamaConfig(**LLAMA), torch.bfloat16, {}),
+    "llama3": (LlamaConfig(**LLAMA, rope_parameters=LLAMA3), torch.float32,
+               {"max_shard_size": "6KB"}),
+    "mistral": (MistralConfig(**LLAMA, sliding_window=None), torch.bfloat16, {}),
+    "qwen2": (Qwen2Config(**LLAMA, tie_word_embeddings=True), torch.float32, {}),
+    "qwen3": (Qwen3Config(**LLAMA, head_dim=8), torch.bfloat16, {}),
+    # Six heads: ALiBi's slopes of a number that is no power of two.
+    "bloom": (BloomConfig(vocab_size=VOCAB, hidden_size=24, n_layer=2, n_head=6), torch.float32,
+              {}),
+}
+
+
+def randomize(model):
+    """Values that make every parameter count: norms around 1, biases that are not 0."""
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        values = torch.rand(parameter.shape, generator=generator) - 0.5
+        is_norm = parameter.dim() == 1 and bool((parameter == 1).all())
+        parameter.data = (1 + 0.4 * values if is_norm else values).to(parameter.dtype)
+
+
+def main():
+    for family, (config, dtype, options) in FAMILIES.items():
+        folder = HERE / family
+        shutil.rmtree(folder, ignore_errors=True)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        randomize(model)
+        model.to(dtype).save_pretrained(folder, **options)
+        (folder / "generation_config.json").unlink(missing_ok=True)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        ids = torch.randint(VOCAB, (2, NUM_TOKENS), generator=torch.Generator().manual_seed(2))
+        with torch.no_grad():
+            logits = model(ids).logits
+        (folder / "logits.json").write_text(json.dumps(
+            {"ids": ids.tolist(), "logits": [round(x, 7) for x in logits.flatten().tolist()]}))
+        print(family, sorted(p.name for p in folder.iterdir()), f"largest {logits.abs().max():.3f}")
+
+
+if __name__ == "__main__":
+    main()
