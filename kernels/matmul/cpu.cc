@@ -1,6 +1,6 @@
 // Matrix products on the CPU.
-//   f32, bf16  oneDNN's matmul primitives (onednn.h); f32 gradients of large layers by fixed tiles
-//              of its sgemm, which is up to a quarter faster there
+//   f32, bf16  oneDNN's matmul primitives (onednn.h); gradients of large layers by fixed tiles, in
+//              f32 of its sgemm, in bf16 of the primitives: up to a quarter faster there
 //   f16        panels of both operands converted to f32, f32 products of panels; also bf16 where
 //              the processor cannot multiply it
 //   f64        own loops: for gradient checks
@@ -82,17 +82,62 @@ void convert_panel(float* dst, const void* src, DType dtype, int64_t ld, int64_t
   });
 }
 
-/// Tiles of c for sgemm, where they pay (measured on Zen 4 and 5): elsewhere the primitives are as
-/// fast. No rows: not worth it.
+/// Tiles of c, where they pay (measured on Zen 4 and 5): elsewhere the primitives are as fast. No
+/// rows: not worth it. A tile's k may come in pieces of `depth`, which c is the sum of.
 struct TileSize {
-  int64_t rows = 0, cols = 0;
+  int64_t rows = 0, cols = 0, depth = 0;
 };
 
 TileSize tile_size(const Matmul& p) {
-  if (p.dtype != kF32 || p.num_batches != 1 || p.bias != nullptr || p.trans_b) return {};
-  if (!p.trans_a && p.k >= 1024 && p.m >= 256 && p.n >= 384) return {128, 384};
-  if (p.trans_a && p.k <= 512 && p.m >= 768 && p.n >= 768) return {384, 384};
-  return {};
+  if (p.num_batches != 1 || p.bias != nullptr || p.trans_b) return {};
+  if (p.dtype == kF32) {
+    if (!p.trans_a && p.k >= 1024 && p.m >= 256 && p.n >= 384) return {128, 384, p.k};
+    if (p.trans_a && p.k <= 512 && p.m >= 768 && p.n >= 768) return {384, 384, p.k};
+    return {};
+  }
+  // An f32 gradient of a weight: a tile's columns of dy fit the second cache level.
+  if (p.c_dtype != kF32 || !p.trans_a || p.k < 256 || p.m < 768 || p.n < 768) return {};
+  return {192, 768, p.m > 16384 ? 512 : 1024};
+}
+
+OnednnMatmul onednn_call(const Matmul& p) {
+  return {.c = p.c,
+          .a = p.a,
+          .b = p.b,
+          .bias = p.bias,
+          .dtype = p.dtype,
+          .c_dtype = p.c_dtype,
+          .bias_dtype = p.bias_dtype,
+          .trans_a = p.trans_a,
+          .trans_b = p.trans_b,
+          .accumulate = p.accumulate,
+          .m = p.m,
+          .n = p.n,
+          .k = p.k,
+          .lda = p.lda,
+          .ldb = p.ldb,
+          .ldc = p.ldc,
+          .num_batches = p.num_batches,
+          .batch_stride_a = p.batch_stride_a,
+          .batch_stride_b = p.batch_stride_b,
+          .batch_stride_c = p.batch_stride_c};
+}
+
+/// The part of p that tile (row, col) of k in [depth, depth + k) is; false if oneDNN failed.
+bool run_tile(const Matmul& p, const TileSize& tile, int64_t row, int64_t col, int64_t depth) {
+  OnednnMatmul part = onednn_call(p);
+  part.m = std::min(tile.rows, p.m - row), part.n = std::min(tile.cols, p.n - col);
+  part.k = std::min(tile.depth, p.k - depth), part.accumulate = p.accumulate || depth > 0;
+  part.c = shift(p.c, p.c_dtype, row * p.ldc + col);
+  part.a = shift(p.a, p.dtype, p.trans_a ? depth * p.lda + row : row * p.lda + depth);
+  part.b = shift(p.b, p.dtype, depth * p.ldb + col);
+  if (p.dtype == kF32) {
+    return onednn_sgemm(static_cast<float*>(part.c), static_cast<const float*>(part.a),
+                        static_cast<const float*>(part.b), part.trans_a, part.accumulate, part.m,
+                        part.n, part.k, part.lda, part.ldb, part.ldc);
+  }
+  part.one_thread = true;
+  return try_onednn_matmul(part);
 }
 
 void product_tiles(const Matmul& p, const TileSize& tile) {
@@ -101,39 +146,27 @@ void product_tiles(const Matmul& p, const TileSize& tile) {
   std::atomic<bool> is_ok = true;
   tessera::cpu::parallel_for(tiles_m * tiles_n, 1, [&](int64_t first, int64_t last) {
     for (int64_t t = first; t < last; ++t) {
-      const int64_t i = t / tiles_n * tile.rows, j = t % tiles_n * tile.cols;
-      const bool is_done = onednn_sgemm(
-          static_cast<float*>(p.c) + i * p.ldc + j,
-          static_cast<const float*>(p.a) + (p.trans_a ? i : i * p.lda),
-          static_cast<const float*>(p.b) + j, p.trans_a, p.accumulate, std::min(tile.rows, p.m - i),
-          std::min(tile.cols, p.n - j), p.k, p.lda, p.ldb, p.ldc);
-      if (!is_done) is_ok = false;
+      const int64_t row = t / tiles_n * tile.rows, col = t % tiles_n * tile.cols;
+      for (int64_t depth = 0; depth < p.k; depth += tile.depth) {
+        if (!run_tile(p, tile, row, col, depth)) is_ok = false;
+      }
     }
   });
-  TESSERA_CHECK_AS(InternalError, is_ok, "matmul: oneDNN's sgemm failed");
+  TESSERA_CHECK_AS(InternalError, is_ok, "matmul: a tile failed in oneDNN");
 }
 
 void product_onednn(const Matmul& p) {
-  onednn_matmul({.c = p.c,
-                 .a = p.a,
-                 .b = p.b,
-                 .bias = p.bias,
-                 .dtype = p.dtype,
-                 .c_dtype = p.c_dtype,
-                 .bias_dtype = p.bias_dtype,
-                 .trans_a = p.trans_a,
-                 .trans_b = p.trans_b,
-                 .accumulate = p.accumulate,
-                 .m = p.m,
-                 .n = p.n,
-                 .k = p.k,
-                 .lda = p.lda,
-                 .ldb = p.ldb,
-                 .ldc = p.ldc,
-                 .num_batches = p.num_batches,
-                 .batch_stride_a = p.batch_stride_a,
-                 .batch_stride_b = p.batch_stride_b,
-                 .batch_stride_c = p.batch_stride_c});
+  // A long k (the head's dx): the primitives get slower with the columns they sum over at once.
+  constexpr int64_t kCols = 384, kLongDepth = 8192;
+  const bool in_columns = p.dtype == kBF16 && p.num_batches == 1 && p.bias == nullptr &&
+                          !p.trans_a && !p.trans_b && p.k >= kLongDepth && p.n > kCols;
+  if (!in_columns) return onednn_matmul(onednn_call(p));
+  for (int64_t col = 0; col < p.n; col += kCols) {
+    OnednnMatmul part = onednn_call(p);
+    part.n = std::min(kCols, p.n - col);
+    part.c = shift(p.c, p.c_dtype, col), part.b = shift(p.b, p.dtype, col);
+    onednn_matmul(part);
+  }
 }
 
 /// c = residual, so that the product can be added to it.

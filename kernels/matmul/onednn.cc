@@ -70,6 +70,7 @@ dnnl::memory::data_type type_of(DType dtype) {
 
 /// A product too small to repay the wake-up of other threads (about 20 us) runs on one.
 int threads_for(const OnednnMatmul& call) {
+  if (call.one_thread) return 1;
   const double flops = 2.0 * static_cast<double>(call.m) * static_cast<double>(call.n) *
                        static_cast<double>(call.k) * static_cast<double>(call.num_batches);
   return flops < 2.5e6 ? 1 : tessera::cpu::num_threads();
@@ -208,6 +209,15 @@ void onednn_matmul(const OnednnMatmul& call) {
       dnnl_primitive_execute(p.primitive.get(), state.stream.get(), num_args, args.data());
   TESSERA_CHECK_AS(InternalError, status == dnnl_success, "matmul: oneDNN failed with status {}",
                    static_cast<int>(status));
+}
+
+bool try_onednn_matmul(const OnednnMatmul& call) noexcept {
+  try {
+    onednn_matmul(call);
+    return true;
+  } catch (...) {
+    return false;
+  }
 }
 
 bool onednn_has_bf16() {

@@ -20,6 +20,7 @@ struct OnednnMatmul {
   bool trans_a, trans_b, accumulate;
   int64_t m, n, k, lda, ldb, ldc;
   int64_t num_batches, batch_stride_a, batch_stride_b, batch_stride_c;
+  bool one_thread = false;  // also where the calling worker may use more
 };
 
 /// Runs on the threads that the calling worker may use (one, if the product is tiny). Primitives
@@ -27,6 +28,8 @@ struct OnednnMatmul {
 /// share a scratchpad of the thread, which only grows. A row of the result has the same bits
 /// whatever the number of threads and of other rows.
 void onednn_matmul(const OnednnMatmul& call);
+/// The same inside of parallel regions, which errors may not leave: false if oneDNN failed.
+bool try_onednn_matmul(const OnednnMatmul& call) noexcept;
 inline constexpr int kMaxPrimitives = 256;
 
 /// The processor multiplies bf16 in hardware (AVX512-BF16 or AMX); oneDNN emulates it slowly or
