@@ -8,19 +8,21 @@
 //            forward   S' = K Q'         O' += V' P'
 //            backward  S' = K Q'         dP' = V dO'        P' = exp(S' - lse)
 //                      dV += P' dO       dK += dS' Q        dQ' += K' dS'
-//          (' is transposed; dS = P (dP - rowsum(dO O)).) bf16 and f16 tiles are widened once.
+//          (' is transposed; dS = P (dP - rowsum(dO O)).) bf16 and f16 tiles are widened once;
+//          where the processor multiplies bf16, bf16.h has the products in it instead.
 // Masks    Each row sees the keys [first, end). Steps of 16 keys and vectors of rows that see none
 //          of each other are skipped; where they see some, masked logits are -inf.
 // Threads  forward: blocks of rows. backward: key/value heads times chunks of blocks; each chunk
 //          sums dk and dv in its part of the workspace, the parts are added in order.
 // Bits     A row's result depends on nothing it does not see: a masked key adds exact zeros and an
 //          unchanged maximum scales by exactly 1. Nothing depends on the number of threads.
-#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
 
 #include "core/runtime/cpu/parallel.h"
+#include "kernels/attention/bf16.h"
+#include "kernels/attention/blocks.h"
 #include "kernels/attention/kernel.h"
 #include "kernels/attention/tiles.h"
 
@@ -29,166 +31,7 @@ namespace {
 
 using tessera::cpu::parallel_for;
 
-constexpr int64_t kRows = kAttentionBlock;
-constexpr int64_t kKeys = 64;        // of a tile
-constexpr int64_t kMaskStep = 16;    // keys that are masked or skipped together
 constexpr double kGrainFlops = 2e6;  // about 20 us
-
-template <class A>
-constexpr int kRowVectors = static_cast<int>(kRows) / kLanes<A>;
-
-/// Integers as wide as A: lane-wise comparisons need equal widths.
-template <class A>
-using LaneInt = std::conditional_t<sizeof(A) == 8, int64_t, int32_t>;
-
-/// Tile memory of one task, on its stack; only what is taken is touched.
-template <class A, int64_t kCapacity>
-class Scratch {
- public:
-  A* take(int64_t numel) {
-    A* taken = data_ + used_;
-    used_ += numel;
-    return taken;
-  }
-
- private:
-  alignas(64) A data_[kCapacity];
-  int64_t used_ = 0;
-};
-
-/// Keys [begin, end) of a tile and the vectors of rows [low, high) that see some of them.
-struct Run {
-  int64_t begin, end;
-  int low, high;
-};
-
-/// One block of rows and what they see.
-template <class A>
-struct Block {
-  int64_t batch, kv_head, begin, count;
-  alignas(64) LaneInt<A> first[kRows], end[kRows], position[kRows];
-  alignas(64) A slope[kRows];
-  LaneInt<A> first_min[kRowVectors<A>], first_max[kRowVectors<A>], end_min[kRowVectors<A>],
-      end_max[kRowVectors<A>];
-  int64_t key_begin = 0, key_end = 0;
-
-  Block(const AttentionShape& s, int64_t batch_index, int64_t head, int64_t block)
-      : batch(batch_index),
-        kv_head(head),
-        begin(block * kRows),
-        count(std::min(kRows, s.rows_per_kv_head() - begin)) {
-    set_positions(s);
-    if (!s.causal) end_documents(s);
-    set_bounds();
-  }
-
-  int64_t query(const AttentionShape& s, int64_t i) const { return (begin + i) / s.group(); }
-  int64_t head(const AttentionShape& s, int64_t i) const {
-    return kv_head * s.group() + (begin + i) % s.group();
-  }
-
- private:
-  void set_positions(const AttentionShape& s) {
-    const int64_t offset = s.num_keys - s.num_queries;
-    for (int64_t i = 0; i < kRows; ++i) {
-      first[i] = end[i] = position[i] = 0;  // rows past the last see nothing
-      slope[i] = A(0);
-      if (i >= count) continue;
-      const int64_t t = query(s, i);
-      position[i] = static_cast<LaneInt<A>>(offset + t);
-      end[i] = static_cast<LaneInt<A>>(s.causal ? offset + t + 1 : s.num_keys);
-      if (s.document_starts != nullptr)
-        first[i] = std::max<LaneInt<A>>(0, s.document_starts[batch * s.num_queries + t]);
-      if (s.alibi_slopes != nullptr) slope[i] = static_cast<A>(s.alibi_slopes[head(s, i)]);
-    }
-  }
-
-  /// Without causal a document ends where the next begins: at the first later query whose document
-  /// starts behind this query.
-  void end_documents(const AttentionShape& s) {
-    if (s.document_starts == nullptr) return;
-    const int32_t* starts = s.document_starts + batch * s.num_queries;
-    int64_t next = query(s, count - 1) + 1;
-    const int64_t last = next - 1;
-    while (next < s.num_queries && starts[next] <= last) ++next;
-    for (int64_t i = count - 1; i >= 0; --i) {
-      const int64_t t = query(s, i);
-      if (t + 1 < next && starts[t + 1] > t) next = t + 1;
-      end[i] = static_cast<LaneInt<A>>(next);
-    }
-  }
-
-  void set_bounds() {
-    key_begin = std::numeric_limits<int64_t>::max();
-    for (int j = 0; j < kRowVectors<A>; ++j) {
-      const LaneInt<A>*f = first + j * kLanes<A>, *e = end + j * kLanes<A>;
-      first_min[j] = *std::min_element(f, f + kLanes<A>);
-      first_max[j] = *std::max_element(f, f + kLanes<A>);
-      end_min[j] = *std::min_element(e, e + kLanes<A>);
-      end_max[j] = *std::max_element(e, e + kLanes<A>);
-      if (end_max[j] <= first_min[j]) continue;
-      key_begin = std::min<int64_t>(key_begin, first_min[j]);
-      key_end = std::max<int64_t>(key_end, end_max[j]);
-    }
-    key_begin = key_begin / kKeys * kKeys;
-  }
-};
-
-/// The runs of a tile that starts at key `tile` and has `num_keys` keys; returns their number.
-template <class A>
-int find_runs(const Block<A>& block, int64_t tile, int64_t num_keys,
-              Run (&runs)[kKeys / kMaskStep]) {
-  int num_runs = 0;
-  for (int64_t k = 0; k < num_keys; k += kMaskStep) {
-    Run run{k, std::min(k + kMaskStep, num_keys), kRowVectors<A>, 0};
-    for (int j = 0; j < kRowVectors<A>; ++j) {
-      if (block.first_min[j] >= tile + run.end || block.end_max[j] <= tile + run.begin) continue;
-      run.low = std::min(run.low, j);
-      run.high = j + 1;
-    }
-    if (run.low >= run.high) continue;
-    Run* previous = num_runs > 0 ? &runs[num_runs - 1] : nullptr;
-    if (previous != nullptr && previous->end == run.begin && previous->low == run.low &&
-        previous->high == run.high)
-      previous->end = run.end;
-    else
-      runs[num_runs++] = run;
-  }
-  return num_runs;
-}
-
-/// Adds the position bias and masks the logits of one run.
-template <class A>
-void mask_run(const Block<A>& block, int64_t tile, const Run& run, bool has_bias, A* logits) {
-  using Int = Vector<LaneInt<A>>;
-  for (int j = run.low; j < run.high; ++j) {
-    const int64_t lane = j * kLanes<A>;
-    const bool is_masked =
-        block.first_max[j] > tile + run.begin || block.end_min[j] < tile + run.end;
-    if (!is_masked && !has_bias) continue;
-    const Int first = load(block.first + lane), end = load(block.end + lane),
-              position = load(block.position + lane);
-    const Vector<A> slope = load(block.slope + lane);
-    const Vector<A> hidden = broadcast(-std::numeric_limits<A>::infinity());
-    for (int64_t k = run.begin; k < run.end; ++k) {
-      A* at = logits + k * kRows + lane;
-      const Int key = broadcast(static_cast<LaneInt<A>>(tile + k));
-      const Int distance = key > position ? key - position : position - key;
-      const Vector<A> biased = load(at) - slope * __builtin_convertvector(distance, Vector<A>);
-      store(at, (key >= first) & (key < end) ? biased : hidden);
-    }
-  }
-}
-
-/// Rows of one key/value head of a [B, T, H, D] view.
-template <class T>
-struct Rows {
-  T* data;
-  int64_t stride;
-
-  Rows(T* base, const HeadStrides& strides, int64_t batch, int64_t head)
-      : data(base + batch * strides.batch + head * strides.head), stride(strides.time) {}
-};
 
 /// A tile of keys or values as A: in place if it is A already, else widened to `buffer`,
 /// [keys][head_dim].
@@ -210,95 +53,11 @@ struct Tile {
   }
 };
 
-/// dst[i] = row i of the block, [kRows][width], zero where there is no row or column.
-template <class A, class T>
-void load_rows(const AttentionShape& s, const Block<A>& block, const T* base,
-               const HeadStrides& strides, int64_t width, A* dst) {
-  for (int64_t i = 0; i < kRows; ++i, dst += width) {
-    const int64_t cols = i < block.count ? s.head_dim : 0;
-    if (cols > 0)
-      widen(dst,
-            base + block.batch * strides.batch + block.query(s, i) * strides.time +
-                block.head(s, i) * strides.head,
-            cols);
-    std::fill(dst + cols, dst + width, A(0));
-  }
-}
-
-/// dst = factor * src, or dst += with `accumulate`; one rounding.
-template <class A, class T>
-void store_row(T* __restrict__ dst, const A* __restrict__ src, int64_t cols, A factor,
-               bool accumulate) {
-  if (accumulate) {
-    for (int64_t c = 0; c < cols; ++c)
-      dst[c] = static_cast<T>(static_cast<A>(dst[c]) + factor * src[c]);
-  } else {
-    for (int64_t c = 0; c < cols; ++c) dst[c] = static_cast<T>(factor * src[c]);
-  }
-}
-
-HeadStrides contiguous_strides(const AttentionShape& s) {
-  return {s.num_queries * s.num_heads * s.head_dim, s.num_heads * s.head_dim, s.head_dim};
-}
-
-int64_t lse_index(const AttentionShape& s, int64_t batch, int64_t head, int64_t query) {
-  return (batch * s.num_heads + head) * s.num_queries + query;
-}
-
 /// Items a thread takes at least.
 int64_t grain_of(double flops, int64_t num_items) {
   return std::max<int64_t>(
       1, static_cast<int64_t>(kGrainFlops * static_cast<double>(num_items) / (flops + 1)));
 }
-
-/// The online softmax of one block: running maximum and sum of each row.
-template <class A>
-struct OnlineSoftmax {
-  alignas(64) A maximum[kRows], sum[kRows];
-
-  OnlineSoftmax() {
-    std::fill_n(maximum, kRows, -std::numeric_limits<A>::infinity());
-    std::fill_n(sum, kRows, A(0));
-  }
-
-  /// Turns the logits of a tile into exp(logit - maximum), and rescales what was summed with the
-  /// former maximum: `sum` and the [cols][kRows] accumulator.
-  void update(A* logits, const Run* runs, int num_runs, A* accumulator, int64_t cols) {
-    for (int j = 0; j < kRowVectors<A>; ++j) {
-      const int64_t lane = j * kLanes<A>;
-      const Vector<A> former = load(maximum + lane);
-      Vector<A> latest = former;
-      for (const Run* run = runs; run < runs + num_runs; ++run) {
-        if (j < run->low || j >= run->high) continue;
-        for (int64_t k = run->begin; k < run->end; ++k) {
-          const Vector<A> logit = load(logits + k * kRows + lane);
-          latest = logit > latest ? logit : latest;
-        }
-      }
-      // A row that has seen nothing keeps -inf, and exp(-inf - 0) = 0 keeps it free of NaN.
-      const Vector<A> shift = latest == -std::numeric_limits<A>::infinity() ? Vector<A>{} : latest;
-      Vector<A> added{};
-      for (const Run* run = runs; run < runs + num_runs; ++run) {
-        if (j < run->low || j >= run->high) continue;
-        for (int64_t k = run->begin; k < run->end; ++k) {
-          const Vector<A> p = exp_lanes(load(logits + k * kRows + lane) - shift);
-          store(logits + k * kRows + lane, p);
-          added += p;
-        }
-      }
-      const Vector<A> factor = exp_lanes(former - shift);
-      store(maximum + lane, latest);
-      store(sum + lane, load(sum + lane) * factor + added);
-      bool is_scaled = false;
-      for (int i = 0; i < kLanes<A>; ++i) is_scaled |= factor[i] != A(1);
-      if (!is_scaled) continue;
-      for (int64_t c = 0; c < cols; ++c) {
-        A* at = accumulator + c * kRows + lane;
-        store(at, load(at) * factor);
-      }
-    }
-  }
-};
 
 template <class T>
 void forward_block(const AttentionFwd& a, int64_t batch, int64_t kv_head, int64_t block_index) {
@@ -320,7 +79,7 @@ void forward_block(const AttentionFwd& a, int64_t batch, int64_t kv_head, int64_
   std::fill_n(o, width * kRows, A(0));
   const Rows<const T> k_rows(static_cast<const T*>(a.k), a.k_strides, batch, kv_head);
   const Rows<const T> v_rows(static_cast<const T*>(a.v), a.v_strides, batch, kv_head);
-  OnlineSoftmax<A> softmax;
+  OnlineSoftmax<T> softmax;
 
   for (int64_t tile = block.key_begin; tile < block.key_end; tile += kKeys) {
     const int64_t num_keys = std::min(kKeys, block.key_end - tile);
@@ -409,7 +168,7 @@ void softmax_backward(const Run& run, BackwardTiles<A>& tiles) {
                     delta = load(tiles.delta + j * kLanes<A>);
     for (int64_t k = run.begin; k < run.end; ++k) {
       const int64_t at = k * kRows + j * kLanes<A>;
-      const Vector<A> p = exp_lanes(load(tiles.p + at) - lse);
+      const Vector<A> p = exp_lanes<A>(load(tiles.p + at) - lse);
       store(tiles.p + at, p);
       store(tiles.ds + at, p * (load(tiles.ds + at) - delta));
     }
@@ -481,12 +240,26 @@ void backward_chunk(const AttentionBwd& a, int64_t item) {
   A* dk = static_cast<A*>(a.workspace) + item * 2 * numel;
   A* dv = dk + numel;
   std::memset(dk, 0, static_cast<size_t>(2 * numel) * sizeof(A));
-  BackwardTiles<A> tiles(padded_width(s.head_dim));
-  for (int64_t round = 0; round * num_chunks < s.num_blocks(); ++round) {
-    const int64_t block = round * num_chunks + (round % 2 == 0 ? chunk : num_chunks - 1 - chunk);
-    if (block < s.num_blocks())
-      backward_block<T>(a, head / s.num_kv_heads, head % s.num_kv_heads, block, tiles, dk, dv);
+  const auto for_blocks = [&](auto&& one_block) {
+    for (int64_t round = 0; round * num_chunks < s.num_blocks(); ++round) {
+      const int64_t block = round * num_chunks + (round % 2 == 0 ? chunk : num_chunks - 1 - chunk);
+      if (block < s.num_blocks()) one_block(head / s.num_kv_heads, head % s.num_kv_heads, block);
+    }
+  };
+#if TESSERA_ATTENTION_BF16
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    if (s.scale > 0) {
+      BackwardPairs tiles;
+      return for_blocks([&](int64_t batch, int64_t kv_head, int64_t block) {
+        backward_block_bf16(a, batch, kv_head, block, tiles, dk, dv);
+      });
+    }
   }
+#endif
+  BackwardTiles<A> tiles(padded_width(s.head_dim));
+  for_blocks([&](int64_t batch, int64_t kv_head, int64_t block) {
+    backward_block<T>(a, batch, kv_head, block, tiles, dk, dv);
+  });
 }
 
 /// Adds the chunks of keys [begin, end) of one key/value head and writes dk and dv.
@@ -528,6 +301,12 @@ void attention_fwd(const AttentionFwd& a) {
         const int64_t head = item / num_blocks, i = item % num_blocks;
         // Late blocks see more keys: pairs of an early and a late one are equal work.
         const int64_t block = i % 2 == 0 ? i / 2 : num_blocks - 1 - i / 2;
+#if TESSERA_ATTENTION_BF16
+        if (std::is_same_v<T, BFloat16> && s.scale > 0) {
+          forward_block_bf16(a, head / s.num_kv_heads, head % s.num_kv_heads, block);
+          continue;
+        }
+#endif
         forward_block<T>(a, head / s.num_kv_heads, head % s.num_kv_heads, block);
       }
     });

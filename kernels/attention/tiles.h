@@ -1,38 +1,21 @@
 #pragma once
 
-#include <bit>
-#include <cmath>
 #include <cstdint>
-#include <cstring>
-#if defined(__F16C__)
-#include <immintrin.h>
-#endif
 
-#include "core/dtype.h"
+#include "core/runtime/cpu/lanes.h"
 
-// Small matrix products on cache-resident tiles, in the compiler's vector extensions: 64-byte
-// vectors where the build has AVX-512, else 32 bytes. Private to kernels/attention/cpu.cc.
+// Small matrix products on cache-resident tiles, in vectors (core/runtime/cpu/lanes.h). Private to
+// the kernels in this folder.
 
 namespace tessera::kernels::cpu {
 
-#if defined(__AVX512F__)
-inline constexpr int kVectorBytes = 64;
-inline constexpr int kTileVectors = 4;  ///< columns of a register tile, in vectors
-#else
-inline constexpr int kVectorBytes = 32;
-inline constexpr int kTileVectors = 2;
-#endif
+using tessera::cpu::broadcast;
+using tessera::cpu::exp_lanes;
+using tessera::cpu::kLanes;
+using tessera::cpu::Vector;
 
-/// A vector that may lie at any element and alias any memory.
-template <class A>
-struct VectorOf {
-  typedef A type __attribute__((vector_size(kVectorBytes), aligned(sizeof(A)), may_alias));
-  static constexpr int kLanes = kVectorBytes / static_cast<int>(sizeof(A));
-};
-template <class A>
-using Vector = typename VectorOf<A>::type;
-template <class A>
-inline constexpr int kLanes = VectorOf<A>::kLanes;
+/// Columns of a register tile, in vectors.
+inline constexpr int kTileVectors = TESSERA_AVX512 ? 4 : 2;
 
 template <class A>
 inline Vector<A> load(const A* p) {
@@ -42,35 +25,6 @@ template <class A>
 inline void store(A* p, Vector<A> value) {
   *reinterpret_cast<Vector<A>*>(p) = value;
 }
-template <class A>
-inline Vector<A> broadcast(A value) {
-  return Vector<A>{} + value;
-}
-
-/// exp(x) for x <= 88, lane by lane; 0 below -87.3 (also for -inf), NaN for NaN. The reduction and
-/// polynomial of cpu::exp (core/runtime/cpu/math.h), without the steps that only large x needs.
-inline Vector<float> exp_lanes(Vector<float> x) {
-  typedef int32_t Int __attribute__((vector_size(kVectorBytes)));
-  // Adding 1.5 * 2^23 rounds to an integer n, which then stands in the low bits of the sum, here
-  // already with the exponent's bias. The high bits fall out of the shift.
-  constexpr float kRound = 12582912.0f + 127.0f;
-  const Vector<float> shifted = x * 1.44269504088896341f + kRound;
-  const Vector<float> n = shifted - kRound;
-  const Vector<float> r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-  Vector<float> p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  const Vector<float> y = (p * r * r + r) + 1.0f;
-  const Vector<float> power = (Vector<float>)((Int)shifted << 23);
-  return x < -87.33654f ? Vector<float>{} : y * power;
-}
-inline Vector<double> exp_lanes(Vector<double> x) {
-  for (int i = 0; i < kLanes<double>; ++i) x[i] = std::exp(x[i]);
-  return x;
-}
-
 /// c[i][j] (+)= sum_r a(i, r) * b[r][j] for an M x (N vectors) tile held in registers, with
 /// a(i, r) = a[i * lda + r], or a[r * lda + i] when transposed. Sums over r in order.
 template <class A, int M, int N, bool kTransposeA>
@@ -163,16 +117,9 @@ inline void transpose(A* __restrict__ dst, int64_t ld_dst, const A* __restrict__
 /// dst[0, count) = src[0, count), widened.
 template <class A, class T>
 inline void widen(A* __restrict__ dst, const T* __restrict__ src, int64_t count) {
-  int64_t i = 0;
-#if defined(__F16C__)
-  if constexpr (std::is_same_v<T, Float16>) {
-    for (; i + 8 <= count; i += 8)
-      _mm256_storeu_ps(dst + i,
-                       _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(src + i))));
-  }
-#endif
-#pragma omp simd
-  for (int64_t k = i; k < count; ++k) dst[k] = static_cast<A>(src[k]);
+  tessera::cpu::for_lanes<A>(count, [=](int64_t i, auto lanes) {
+    tessera::cpu::store_lanes<A>(dst + i, tessera::cpu::load_lanes<A>(src + i, lanes), lanes);
+  });
 }
 
 }  // namespace tessera::kernels::cpu

@@ -1,0 +1,260 @@
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+
+#include "kernels/attention/kernel.h"
+#include "kernels/attention/tiles.h"
+
+// Blocks of query rows, what they see of a tile of keys, and their online softmax. Private to the
+// kernels in this folder (cpu.cc has the layout).
+
+namespace tessera::kernels::cpu {
+
+inline constexpr int64_t kRows = kAttentionBlock;
+inline constexpr int64_t kKeys = 64;      // of a tile
+inline constexpr int64_t kMaskStep = 16;  // keys that are masked or skipped together
+
+template <class A>
+inline constexpr int kRowVectors = static_cast<int>(kRows) / kLanes<A>;
+
+/// Integers as wide as A: lane-wise comparisons need equal widths.
+template <class A>
+using LaneInt = std::conditional_t<sizeof(A) == 8, int64_t, int32_t>;
+
+/// Tile memory of one task, on its stack; only what is taken is touched.
+template <class A, int64_t kCapacity>
+class Scratch {
+ public:
+  A* take(int64_t numel) {
+    A* taken = data_ + used_;
+    used_ += numel;
+    return taken;
+  }
+
+ private:
+  alignas(64) A data_[kCapacity];
+  int64_t used_ = 0;
+};
+
+/// Keys [begin, end) of a tile and the vectors of rows [low, high) that see some of them.
+struct Run {
+  int64_t begin, end;
+  int low, high;
+};
+
+/// One block of rows and what they see. Logits may stand in tiles divided by `unit`.
+template <class A>
+struct Block {
+  int64_t batch, kv_head, begin, count;
+  alignas(64) LaneInt<A> first[kRows], end[kRows], position[kRows];
+  alignas(64) A slope[kRows];
+  LaneInt<A> first_min[kRowVectors<A>], first_max[kRowVectors<A>], end_min[kRowVectors<A>],
+      end_max[kRowVectors<A>];
+  int64_t key_begin = 0, key_end = 0;
+
+  Block(const AttentionShape& s, int64_t batch_index, int64_t head, int64_t block, A unit = 1)
+      : batch(batch_index),
+        kv_head(head),
+        begin(block * kRows),
+        count(std::min(kRows, s.rows_per_kv_head() - begin)) {
+    set_positions(s, unit);
+    if (!s.causal) end_documents(s);
+    set_bounds();
+  }
+
+  int64_t query(const AttentionShape& s, int64_t i) const { return (begin + i) / s.group(); }
+  int64_t head(const AttentionShape& s, int64_t i) const {
+    return kv_head * s.group() + (begin + i) % s.group();
+  }
+
+ private:
+  void set_positions(const AttentionShape& s, A unit) {
+    const int64_t offset = s.num_keys - s.num_queries;
+    for (int64_t i = 0; i < kRows; ++i) {
+      first[i] = end[i] = position[i] = 0;  // rows past the last see nothing
+      slope[i] = A(0);
+      if (i >= count) continue;
+      const int64_t t = query(s, i);
+      position[i] = static_cast<LaneInt<A>>(offset + t);
+      end[i] = static_cast<LaneInt<A>>(s.causal ? offset + t + 1 : s.num_keys);
+      if (s.document_starts != nullptr)
+        first[i] = std::max<LaneInt<A>>(0, s.document_starts[batch * s.num_queries + t]);
+      if (s.alibi_slopes != nullptr) slope[i] = static_cast<A>(s.alibi_slopes[head(s, i)]) / unit;
+    }
+  }
+
+  /// Without causal a document ends where the next begins: at the first later query whose document
+  /// starts behind this query.
+  void end_documents(const AttentionShape& s) {
+    if (s.document_starts == nullptr) return;
+    const int32_t* starts = s.document_starts + batch * s.num_queries;
+    int64_t next = query(s, count - 1) + 1;
+    const int64_t last = next - 1;
+    while (next < s.num_queries && starts[next] <= last) ++next;
+    for (int64_t i = count - 1; i >= 0; --i) {
+      const int64_t t = query(s, i);
+      if (t + 1 < next && starts[t + 1] > t) next = t + 1;
+      end[i] = static_cast<LaneInt<A>>(next);
+    }
+  }
+
+  void set_bounds() {
+    key_begin = std::numeric_limits<int64_t>::max();
+    for (int j = 0; j < kRowVectors<A>; ++j) {
+      const LaneInt<A>*f = first + j * kLanes<A>, *e = end + j * kLanes<A>;
+      first_min[j] = *std::min_element(f, f + kLanes<A>);
+      first_max[j] = *std::max_element(f, f + kLanes<A>);
+      end_min[j] = *std::min_element(e, e + kLanes<A>);
+      end_max[j] = *std::max_element(e, e + kLanes<A>);
+      if (end_max[j] <= first_min[j]) continue;
+      key_begin = std::min<int64_t>(key_begin, first_min[j]);
+      key_end = std::max<int64_t>(key_end, end_max[j]);
+    }
+    key_begin = key_begin / kKeys * kKeys;
+  }
+};
+
+/// The runs of a tile that starts at key `tile` and has `num_keys` keys; returns their number.
+template <class A>
+int find_runs(const Block<A>& block, int64_t tile, int64_t num_keys,
+              Run (&runs)[kKeys / kMaskStep]) {
+  int num_runs = 0;
+  for (int64_t k = 0; k < num_keys; k += kMaskStep) {
+    Run run{k, std::min(k + kMaskStep, num_keys), kRowVectors<A>, 0};
+    for (int j = 0; j < kRowVectors<A>; ++j) {
+      if (block.first_min[j] >= tile + run.end || block.end_max[j] <= tile + run.begin) continue;
+      run.low = std::min(run.low, j);
+      run.high = j + 1;
+    }
+    if (run.low >= run.high) continue;
+    Run* previous = num_runs > 0 ? &runs[num_runs - 1] : nullptr;
+    if (previous != nullptr && previous->end == run.begin && previous->low == run.low &&
+        previous->high == run.high)
+      previous->end = run.end;
+    else
+      runs[num_runs++] = run;
+  }
+  return num_runs;
+}
+
+/// Adds the position bias and masks the logits of one run.
+template <class A>
+void mask_run(const Block<A>& block, int64_t tile, const Run& run, bool has_bias, A* logits) {
+  using Int = Vector<LaneInt<A>>;
+  for (int j = run.low; j < run.high; ++j) {
+    const int64_t lane = j * kLanes<A>;
+    const bool is_masked =
+        block.first_max[j] > tile + run.begin || block.end_min[j] < tile + run.end;
+    if (!is_masked && !has_bias) continue;
+    const Int first = load(block.first + lane), end = load(block.end + lane),
+              position = load(block.position + lane);
+    const Vector<A> slope = load(block.slope + lane);
+    const Vector<A> hidden = broadcast(-std::numeric_limits<A>::infinity());
+    for (int64_t k = run.begin; k < run.end; ++k) {
+      A* at = logits + k * kRows + lane;
+      const Int key = broadcast(static_cast<LaneInt<A>>(tile + k));
+      const Int distance = key > position ? key - position : position - key;
+      const Vector<A> biased = load(at) - slope * __builtin_convertvector(distance, Vector<A>);
+      store(at, (key >= first) & (key < end) ? biased : hidden);
+    }
+  }
+}
+
+/// Rows of one key/value head of a [B, T, H, D] view.
+template <class T>
+struct Rows {
+  T* data;
+  int64_t stride;
+
+  Rows(T* base, const HeadStrides& strides, int64_t batch, int64_t head)
+      : data(base + batch * strides.batch + head * strides.head), stride(strides.time) {}
+};
+
+/// dst[i] = row i of the block, [kRows][width], zero where there is no row or column.
+template <class A, class T>
+void load_rows(const AttentionShape& s, const Block<A>& block, const T* base,
+               const HeadStrides& strides, int64_t width, A* dst) {
+  for (int64_t i = 0; i < kRows; ++i, dst += width) {
+    const int64_t cols = i < block.count ? s.head_dim : 0;
+    if (cols > 0)
+      widen(dst,
+            base + block.batch * strides.batch + block.query(s, i) * strides.time +
+                block.head(s, i) * strides.head,
+            cols);
+    std::fill(dst + cols, dst + width, A(0));
+  }
+}
+
+/// dst = factor * src, or dst += with `accumulate`; one rounding.
+template <class A, class T>
+inline void store_row(T* dst, const A* src, int64_t cols, A factor, bool accumulate) {
+  using tessera::cpu::load_lanes;
+  tessera::cpu::for_lanes<A>(cols, [=](int64_t c, auto lanes) {
+    Vector<A> value = load_lanes<A>(src + c, lanes) * factor;
+    if (accumulate) value += load_lanes<A>(dst + c, lanes);
+    tessera::cpu::store_lanes<A>(dst + c, value, lanes);
+  });
+}
+
+inline HeadStrides contiguous_strides(const AttentionShape& s) {
+  return {s.num_queries * s.num_heads * s.head_dim, s.num_heads * s.head_dim, s.head_dim};
+}
+
+inline int64_t lse_index(const AttentionShape& s, int64_t batch, int64_t head, int64_t query) {
+  return (batch * s.num_heads + head) * s.num_queries + query;
+}
+
+/// The online softmax of one block: running maximum and sum of each row. T says how accurate the
+/// exponentials are.
+template <class T>
+struct OnlineSoftmax {
+  using A = ComputeType<T>;
+  alignas(64) A maximum[kRows], sum[kRows];
+
+  OnlineSoftmax() {
+    std::fill_n(maximum, kRows, -std::numeric_limits<A>::infinity());
+    std::fill_n(sum, kRows, A(0));
+  }
+
+  /// Turns the logits of a tile, which stand there divided by `unit`, into exp(logit - maximum),
+  /// and rescales what was summed with the former maximum: `sum` and the [cols][kRows] accumulator.
+  void update(A* logits, const Run* runs, int num_runs, A* accumulator, int64_t cols, A unit = 1) {
+    for (int j = 0; j < kRowVectors<A>; ++j) {
+      const int64_t lane = j * kLanes<A>;
+      const Vector<A> former = load(maximum + lane);
+      Vector<A> latest = broadcast(-std::numeric_limits<A>::infinity());
+      for (const Run* run = runs; run < runs + num_runs; ++run) {
+        if (j < run->low || j >= run->high) continue;
+        for (int64_t k = run->begin; k < run->end; ++k) {
+          latest = tessera::cpu::max_of<A>(latest, load(logits + k * kRows + lane));
+        }
+      }
+      latest = tessera::cpu::max_of<A>(former, latest * unit);
+      // A row that has seen nothing keeps -inf, and exp(-inf - 0) = 0 keeps it free of NaN.
+      const Vector<A> shift = latest == -std::numeric_limits<A>::infinity() ? Vector<A>{} : latest;
+      Vector<A> added{};
+      for (const Run* run = runs; run < runs + num_runs; ++run) {
+        if (j < run->low || j >= run->high) continue;
+        for (int64_t k = run->begin; k < run->end; ++k) {
+          const Vector<A> p = exp_lanes<T>(load(logits + k * kRows + lane) * unit - shift);
+          store(logits + k * kRows + lane, p);
+          added += p;
+        }
+      }
+      const Vector<A> factor = exp_lanes<T>(former - shift);
+      store(maximum + lane, latest);
+      store(sum + lane, load(sum + lane) * factor + added);
+      bool is_scaled = false;
+      for (int i = 0; i < kLanes<A>; ++i) is_scaled |= factor[i] != A(1);
+      if (!is_scaled) continue;
+      for (int64_t c = 0; c < cols; ++c) {
+        A* at = accumulator + c * kRows + lane;
+        store(at, load(at) * factor);
+      }
+    }
+  }
+};
+
+}  // namespace tessera::kernels::cpu
