@@ -53,6 +53,17 @@ for words in "${launches[@]}"; do
   expect 2 "expected a directory that can be" \
     "$train" "$config" "${common[@]}" --data.text="$dir/text" --output.dir="$dir/text"
   expect 0 "step 2/2" "$train" "$config" "${common[@]}" --data.text="$dir/text"
+  # Without a driver: cuda is one clear error, auto says why it takes the CPU.
+  if [ ! -e /proc/driver/nvidia ] && [ ! -e /dev/dxg ]; then
+    no_cuda='device: "cuda" is not available: '
+    expect 2 "$no_cuda" "$train" "$config" "${common[@]}" --data.text="$dir/text" --device=cuda
+    expect 2 "$no_cuda" "$generate" --checkpoint "$dir/none" --device cuda
+    auto_says="step 2/2"  # a build without CUDA has nothing to say
+    "$train" "$config" "${common[@]}" --data.text="$dir/text" --device=cuda 2>&1 |
+      grep -q "this build has no CUDA" ||
+      auto_says="device: cpu, since "
+    expect 0 "$auto_says" "$train" "$config" "${common[@]}" --data.text="$dir/text" --device=auto
+  fi
   expect 0 "line" "$generate" --checkpoint "$dir/out" --prompt line --tokens 0
   expect 2 "--checkpoint is required" "$generate"
   expect 2 "config.toml: cannot be read" "$generate" --checkpoint "$dir/none"

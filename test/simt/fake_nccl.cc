@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
+#include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <map>
@@ -371,8 +372,9 @@ const char* ncclGetLastError(ncclComm_t comm) {
   return comm->last_error.c_str();
 }
 
+// Ranks are threads here: for processes of a launcher it is a version too old to be used.
 ncclResult_t ncclGetVersion(int* version) {
-  *version = NCCL_VERSION_CODE;
+  *version = std::getenv("OMPI_COMM_WORLD_SIZE") == nullptr ? NCCL_VERSION_CODE : 0;
   return ncclSuccess;
 }
 

@@ -25,6 +25,7 @@ using dist::World;
 
 constexpr int kRanks = 4;
 constexpr int64_t kTime = 16, kVocab = 64;
+constexpr float kLr = 3e-3f;
 
 struct Run {
   bool is_gpt2 = false;
@@ -100,7 +101,7 @@ Curve train_rank(World& world, const Run& run) {
           model->loss(ids_of(world.rank(), 0), ids_of(world.rank(), 1), {}, {.grad_scale = scale});
       backward(loss.sum, scale);
       const dist::ClippedNorm clip = fsdp->clip_grad_norm(1.0, 2.0, scaler.scale());
-      adamw.step(1e-2f, clip.factor, clip.found_inf);
+      adamw.step(kLr, clip.factor, clip.found_inf);
       fsdp->end_step();
       const std::vector<Tensor> losses = {loss.sum.detach()};
       pending = {HostCopy(fsdp->sum_micro_batches(losses)), HostCopy(clip.norm)};
