@@ -1,14 +1,5 @@
 #include "kernels/attention/cudnn.h"
 
-#if __has_include(<cudnn.h>)
-#include <cudnn.h>
-#if CUDNN_VERSION >= 90600
-#define TESSERA_HAS_CUDNN 1
-#include <dlfcn.h>
-#endif
-#endif
-
-#include <array>
 #include <limits>
 #include <map>
 #include <memory>
@@ -16,6 +7,7 @@
 #include <vector>
 
 #include "core/tensor.h"
+#include "kernels/attention/cudnn_graph.h"
 
 // [Note: Attention as a graph of cuDNN]
 // cuDNN 9 has one operation for all of attention (CUDNN_BACKEND_OPERATION_SDPA_FWD_DESCRIPTOR), but
@@ -32,115 +24,7 @@ namespace tessera::kernels {
 
 namespace {
 
-struct Api {
-  decltype(&cudnnCreate) create;
-  decltype(&cudnnSetStream) set_stream;
-  decltype(&cudnnGetVersion) version;
-  decltype(&cudnnGetLastErrorString) last_error;
-  decltype(&cudnnBackendCreateDescriptor) create_descriptor;
-  decltype(&cudnnBackendDestroyDescriptor) destroy_descriptor;
-  decltype(&cudnnBackendSetAttribute) set_attribute;
-  decltype(&cudnnBackendGetAttribute) get_attribute;
-  decltype(&cudnnBackendFinalize) finalize;
-  decltype(&cudnnBackendExecute) execute;
-};
-
-struct Library {
-  Api api{};
-  std::string problem;
-};
-
-template <class F>
-void load(Library& library, void* handle, F& function, const char* name) {
-  function = reinterpret_cast<F>(dlsym(handle, name));
-  if (function == nullptr) library.problem = std::string("cuDNN lacks ") + name;
-}
-
-Library open_library() {
-  Library library;
-  constexpr const char* kName = "libcudnn.so.9";
-  void* handle = dlopen(kName, RTLD_NOW | RTLD_LOCAL);
-  // Where the toolkit installs itself, often without telling the loader.
-  if (handle == nullptr) {
-    handle = dlopen((std::string("/usr/local/cuda/lib64/") + kName).c_str(), RTLD_NOW | RTLD_LOCAL);
-  }
-  if (handle == nullptr) {
-    library.problem = std::string(kName) + " cannot be loaded";
-    return library;
-  }
-  Api& api = library.api;
-  load(library, handle, api.create, "cudnnCreate");
-  load(library, handle, api.set_stream, "cudnnSetStream");
-  load(library, handle, api.version, "cudnnGetVersion");
-  load(library, handle, api.last_error, "cudnnGetLastErrorString");
-  load(library, handle, api.create_descriptor, "cudnnBackendCreateDescriptor");
-  load(library, handle, api.destroy_descriptor, "cudnnBackendDestroyDescriptor");
-  load(library, handle, api.set_attribute, "cudnnBackendSetAttribute");
-  load(library, handle, api.get_attribute, "cudnnBackendGetAttribute");
-  load(library, handle, api.finalize, "cudnnBackendFinalize");
-  load(library, handle, api.execute, "cudnnBackendExecute");
-  constexpr size_t kOldest = 90600;  // which clears the sums of dQ itself
-  if (library.problem.empty() && api.version() < kOldest)
-    library.problem = fmt::format("cuDNN is {}, attention needs {}", api.version(), kOldest);
-  return library;
-}
-
-// As long as the process: the driver may be gone before static objects are destroyed.
-const Library& library() {
-  static const Library& library = *new Library(open_library());
-  return library;
-}
-const Api& api() {
-  return library().api;
-}
-
-void check(cudnnStatus_t status, const char* call) {
-  if (status == CUDNN_STATUS_SUCCESS) [[likely]]
-    return;
-  std::array<char, 512> text{};
-  api().last_error(text.data(), text.size());
-  TESSERA_CHECK_AS(CudaError, false, "attention: {}: status {} {}", call, static_cast<int>(status),
-                   text.data());
-}
-
-/// A descriptor of the backend API.
-class Descriptor {
- public:
-  explicit Descriptor(cudnnBackendDescriptorType_t type) {
-    check(api().create_descriptor(type, &raw_), "cudnnBackendCreateDescriptor");
-  }
-  ~Descriptor() {
-    if (raw_ != nullptr) api().destroy_descriptor(raw_);
-  }
-  Descriptor(Descriptor&& other) noexcept : raw_(std::exchange(other.raw_, nullptr)) {}
-  Descriptor& operator=(Descriptor&&) = delete;
-
-  cudnnBackendDescriptor_t raw() const { return raw_; }
-
-  template <class T>
-  Descriptor& set(cudnnBackendAttributeName_t name, cudnnBackendAttributeType_t type,
-                  const std::vector<T>& values) {
-    check(api().set_attribute(raw_, name, type, static_cast<int64_t>(values.size()), values.data()),
-          "cudnnBackendSetAttribute");
-    return *this;
-  }
-  template <class T>
-  Descriptor& set(cudnnBackendAttributeName_t name, cudnnBackendAttributeType_t type,
-                  const T& value) {
-    check(api().set_attribute(raw_, name, type, 1, &value), "cudnnBackendSetAttribute");
-    return *this;
-  }
-  Descriptor& set(cudnnBackendAttributeName_t name, const Descriptor& value) {
-    return set(name, CUDNN_TYPE_BACKEND_DESCRIPTOR, value.raw_);
-  }
-  Descriptor& finalize() {
-    check(api().finalize(raw_), "cudnnBackendFinalize");
-    return *this;
-  }
-
- private:
-  cudnnBackendDescriptor_t raw_ = nullptr;
-};
+using namespace cudnn;  // NOLINT(google-build-using-namespace)
 
 /// Ids of the tensors in memory, and of scalars that are passed by value.
 enum Id : int64_t {
@@ -161,142 +45,6 @@ enum Id : int64_t {
   kNumKeys,
   kNumQueries,
   kFirstVirtual = 100,
-};
-
-/// Extents and strides of [batch, head, row, column].
-using Extents = std::array<int64_t, 4>;
-
-Extents packed_strides(const Extents& extents) {
-  return {extents[1] * extents[2] * extents[3], extents[2] * extents[3], extents[3], 1};
-}
-
-/// Operations in the order in which they are described.
-class Graph {
- public:
-  /// Index of a tensor of this graph.
-  using Node = size_t;
-
-  explicit Graph(const AttentionShape& s)
-      : io_type_(s.dtype == kBF16 ? CUDNN_DATA_BFLOAT16 : CUDNN_DATA_HALF) {}
-
-  cudnnDataType_t io_type() const { return io_type_; }
-  const Extents& extents(Node x) const { return tensors_[x].extents; }
-
-  Node tensor(int64_t id, const Extents& extents, const Extents& strides, cudnnDataType_t type,
-              bool is_virtual = false, bool is_by_value = false) {
-    constexpr int64_t kAlignment = 16;
-    Descriptor d(CUDNN_BACKEND_TENSOR_DESCRIPTOR);
-    d.set(CUDNN_ATTR_TENSOR_DATA_TYPE, CUDNN_TYPE_DATA_TYPE, type)
-        .set(CUDNN_ATTR_TENSOR_DIMENSIONS, CUDNN_TYPE_INT64,
-             std::vector<int64_t>(extents.begin(), extents.end()))
-        .set(CUDNN_ATTR_TENSOR_STRIDES, CUDNN_TYPE_INT64,
-             std::vector<int64_t>(strides.begin(), strides.end()))
-        .set(CUDNN_ATTR_TENSOR_UNIQUE_ID, CUDNN_TYPE_INT64, id)
-        .set(CUDNN_ATTR_TENSOR_BYTE_ALIGNMENT, CUDNN_TYPE_INT64, kAlignment)
-        .set(CUDNN_ATTR_TENSOR_IS_VIRTUAL, CUDNN_TYPE_BOOLEAN, is_virtual)
-        .set(CUDNN_ATTR_TENSOR_IS_BY_VALUE, CUDNN_TYPE_BOOLEAN, is_by_value)
-        .finalize();
-    tensors_.push_back({std::move(d), extents});
-    return tensors_.size() - 1;
-  }
-  Node scalar(int64_t id, cudnnDataType_t type) {
-    return tensor(id, {1, 1, 1, 1}, {1, 1, 1, 1}, type, false, true);
-  }
-  Node between(const Extents& extents, const Extents& strides, cudnnDataType_t type) {
-    return tensor(next_id_++, extents, strides, type, true);
-  }
-  Node between(const Extents& extents, cudnnDataType_t type = CUDNN_DATA_FLOAT) {
-    return between(extents, packed_strides(extents), type);
-  }
-
-  void multiply(Node a, Node b, Node c) {
-    Descriptor matmul(CUDNN_BACKEND_MATMUL_DESCRIPTOR);
-    matmul.set(CUDNN_ATTR_MATMUL_COMP_TYPE, CUDNN_TYPE_DATA_TYPE, CUDNN_DATA_FLOAT).finalize();
-    Descriptor operation(CUDNN_BACKEND_OPERATION_MATMUL_DESCRIPTOR);
-    operation.set(CUDNN_ATTR_OPERATION_MATMUL_ADESC, tensors_[a].descriptor)
-        .set(CUDNN_ATTR_OPERATION_MATMUL_BDESC, tensors_[b].descriptor)
-        .set(CUDNN_ATTR_OPERATION_MATMUL_CDESC, tensors_[c].descriptor)
-        .set(CUDNN_ATTR_OPERATION_MATMUL_DESC, matmul);
-    add(std::move(operation));
-    parts_.push_back(std::move(matmul));
-  }
-
-  void pointwise(cudnnPointwiseMode_t mode, Node y, Node x,
-                 cudnnDataType_t compute_type = CUDNN_DATA_FLOAT) {
-    add_pointwise(mode, compute_type, y, {x}, -1);
-  }
-  void pointwise(cudnnPointwiseMode_t mode, Node y, Node x, Node b,
-                 cudnnDataType_t compute_type = CUDNN_DATA_FLOAT) {
-    add_pointwise(mode, compute_type, y, {x, b}, -1);
-  }
-  /// y = condition ? x : b
-  void select(Node y, Node x, Node b, Node condition) {
-    add_pointwise(CUDNN_POINTWISE_BINARY_SELECT, CUDNN_DATA_FLOAT, y, {x, b, condition}, -1);
-  }
-  void index(Node y, Node x, int64_t axis) {
-    add_pointwise(CUDNN_POINTWISE_GEN_INDEX, CUDNN_DATA_FLOAT, y, {x}, axis);
-  }
-
-  void reduce(cudnnReduceTensorOp_t op, Node y, Node x) {
-    Descriptor reduction(CUDNN_BACKEND_REDUCTION_DESCRIPTOR);
-    reduction.set(CUDNN_ATTR_REDUCTION_OPERATOR, CUDNN_TYPE_REDUCTION_OPERATOR_TYPE, op)
-        .set(CUDNN_ATTR_REDUCTION_COMP_TYPE, CUDNN_TYPE_DATA_TYPE, CUDNN_DATA_FLOAT)
-        .finalize();
-    Descriptor operation(CUDNN_BACKEND_OPERATION_REDUCTION_DESCRIPTOR);
-    operation.set(CUDNN_ATTR_OPERATION_REDUCTION_XDESC, tensors_[x].descriptor)
-        .set(CUDNN_ATTR_OPERATION_REDUCTION_YDESC, tensors_[y].descriptor)
-        .set(CUDNN_ATTR_OPERATION_REDUCTION_DESC, reduction);
-    add(std::move(operation));
-    parts_.push_back(std::move(reduction));
-  }
-
-  void reshape(Node y, Node x) {
-    Descriptor operation(CUDNN_BACKEND_OPERATION_RESHAPE_DESCRIPTOR);
-    operation.set(CUDNN_ATTR_OPERATION_RESHAPE_XDESC, tensors_[x].descriptor)
-        .set(CUDNN_ATTR_OPERATION_RESHAPE_YDESC, tensors_[y].descriptor);
-    add(std::move(operation));
-  }
-
-  /// The operation graph, not yet finalized.
-  Descriptor operation_graph() const {
-    std::vector<cudnnBackendDescriptor_t> raw;
-    for (const Descriptor& operation : operations_) raw.push_back(operation.raw());
-    Descriptor graph(CUDNN_BACKEND_OPERATIONGRAPH_DESCRIPTOR);
-    graph.set(CUDNN_ATTR_OPERATIONGRAPH_OPS, CUDNN_TYPE_BACKEND_DESCRIPTOR, raw);
-    return graph;
-  }
-
- private:
-  struct Tensor {
-    Descriptor descriptor;
-    Extents extents;
-  };
-
-  void add(Descriptor operation) { operations_.push_back(std::move(operation.finalize())); }
-
-  void add_pointwise(cudnnPointwiseMode_t mode, cudnnDataType_t compute_type, Node y,
-                     const std::vector<Node>& inputs, int64_t axis) {
-    Descriptor pointwise(CUDNN_BACKEND_POINTWISE_DESCRIPTOR);
-    pointwise.set(CUDNN_ATTR_POINTWISE_MODE, CUDNN_TYPE_POINTWISE_MODE, mode)
-        .set(CUDNN_ATTR_POINTWISE_MATH_PREC, CUDNN_TYPE_DATA_TYPE, compute_type);
-    if (axis >= 0) pointwise.set(CUDNN_ATTR_POINTWISE_AXIS, CUDNN_TYPE_INT64, axis);
-    pointwise.finalize();
-    constexpr std::array kInputs = {CUDNN_ATTR_OPERATION_POINTWISE_XDESC,
-                                    CUDNN_ATTR_OPERATION_POINTWISE_BDESC,
-                                    CUDNN_ATTR_OPERATION_POINTWISE_TDESC};
-    Descriptor operation(CUDNN_BACKEND_OPERATION_POINTWISE_DESCRIPTOR);
-    operation.set(CUDNN_ATTR_OPERATION_POINTWISE_PW_DESCRIPTOR, pointwise)
-        .set(CUDNN_ATTR_OPERATION_POINTWISE_YDESC, tensors_[y].descriptor);
-    for (size_t i = 0; i < inputs.size(); ++i)
-      operation.set(kInputs[i], tensors_[inputs[i]].descriptor);
-    add(std::move(operation));
-    parts_.push_back(std::move(pointwise));
-  }
-
-  cudnnDataType_t io_type_;
-  int64_t next_id_ = kFirstVirtual;
-  std::vector<Tensor> tensors_;
-  std::vector<Descriptor> operations_, parts_;
 };
 
 Extents query_extents(const AttentionShape& s) {
@@ -353,7 +101,7 @@ Graph::Node describe_mask(Graph& g, const AttentionShape& s, Graph::Node x) {
 
 Graph describe(const AttentionFwd& a) {
   const AttentionShape& s = a.shape;
-  Graph g(s);
+  Graph g(s.dtype, kFirstVirtual);
   const Extents rows = row_extents(s);
   const Graph::Node q = g.tensor(kQ, query_extents(s), strides_of(a.q_strides), g.io_type());
   const Graph::Node k =
@@ -396,7 +144,7 @@ void describe_key_gradient(Graph& g, const AttentionShape& s, Graph::Node pairs,
 
 Graph describe(const AttentionBwd& a) {
   const AttentionShape& s = a.shape;
-  Graph g(s);
+  Graph g(s.dtype, kFirstVirtual);
   const Extents queries = query_extents(s), rows = row_extents(s);
   const Extents o_strides = strides_of(contiguous_strides(s));
   const Graph::Node q = g.tensor(kQ, queries, strides_of(a.q_strides), g.io_type());
@@ -603,7 +351,7 @@ std::string describe_without_device(const Args& a) {
 }  // namespace
 
 const std::string& cudnn_problem() {
-  return library().problem;
+  return cudnn::library_problem();
 }
 
 bool cudnn_takes(const AttentionFwd& a) {
