@@ -59,21 +59,14 @@ void set_nccl_options(const NcclOptions& options) {
 
 namespace {
 
-#define TESSERA_NCCL_FUNCTIONS(X)                                                               \
-  X(ncclGetErrorString)                                                                         \
-  X(ncclGetLastError)                                                                           \
-  X(ncclGetVersion)                                                                             \
-  X(ncclGetUniqueId)                                                                            \
-  X(ncclCommInitRankConfig)                                                                     \
-  X(ncclCommSplit)                                                                              \
-  X(ncclCommDestroy)                                                                            \
-  X(ncclCommAbort)                                                                              \
-  X(ncclCommGetAsyncError)                                                                      \
-  X(ncclMemAlloc)                                                                               \
-  X(ncclMemFree)                                                                                \
-  X(ncclCommRegister)                                                                           \
-  X(ncclCommDeregister) X(ncclGroupStart) X(ncclGroupEnd) X(ncclAllGather) X(ncclReduceScatter) \
-      X(ncclBroadcast) X(ncclSend) X(ncclRecv)
+// clang-format off
+#define TESSERA_NCCL_FUNCTIONS(X)                                                                \
+  X(ncclGetErrorString) X(ncclGetLastError) X(ncclGetVersion) X(ncclGetUniqueId)                 \
+  X(ncclCommInitRankConfig) X(ncclCommSplit) X(ncclCommDestroy) X(ncclCommAbort)                 \
+  X(ncclCommGetAsyncError) X(ncclMemAlloc) X(ncclMemFree) X(ncclCommRegister)                    \
+  X(ncclCommDeregister) X(ncclGroupStart) X(ncclGroupEnd) X(ncclAllGather) X(ncclReduceScatter)  \
+  X(ncclBroadcast) X(ncclSend) X(ncclRecv)
+// clang-format on
 
 struct Library {
 #define TESSERA_NCCL_FIELD(name) decltype(&::name) name = nullptr;
