@@ -290,8 +290,8 @@ void visit_plain(const AttentionShape& s, F&& f) {
   return f.template operator()<8>();
 }
 
-LaunchConfig plain_config(int64_t num_heads, int64_t num_rows, size_t smem_bytes,
-                          CUstream_st* stream) {
+inline LaunchConfig plain_config(int64_t num_heads, int64_t num_rows, size_t smem_bytes,
+                                 CUstream_st* stream) {
   return {.grid = dim3(grid_blocks(num_heads * ceil_div(num_rows, kPlainRows))),
           .block = dim3(kPlainThreads),
           .smem_bytes = smem_bytes,

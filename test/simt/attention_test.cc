@@ -1,6 +1,8 @@
 #include <limits>
 #include <optional>
 
+#include "kernels/attention/flash_bwd.cuh"
+#include "kernels/attention/flash_fwd.cuh"
 #include "kernels/attention/kernel.h"
 #include "test/simt/simt_testing.h"
 
@@ -374,6 +376,45 @@ TEST_CASE("simt attention: first and last block above 2^32 bytes", "[attention][
   CHECK(static_cast<float>(at(dq, T - 1)[D - 1]) == Approx(0.125 * 126 / 64).epsilon(4e-3));
   CHECK(static_cast<float>(at(dv, T - 1)[D - 1]) == Approx(1.0 / 64).epsilon(4e-3));
   CHECK(static_cast<float>(at(dk, T - 1)[D - 1]) == 0);
+}
+
+template <int kWidth>
+void check_geometry(size_t blocks_of_dkv) {
+  INFO("width " << kWidth);
+  constexpr size_t kSmemOfHopper = 227 * 1024, kReserved = 1024;  // of a multiprocessor, of a block
+  // 300 queries and 700 keys; 2^16 batch rows are too many for any grid dimension but the first.
+  const int64_t B = int64_t{1} << 16;
+  const AttentionShape s{kBF16, B, 300, 700, 6, 2, kWidth, 1.0, true, nullptr, nullptr};
+  const auto check = [&](const cuda::LaunchConfig& config, int64_t grid, size_t blocks_together) {
+    CHECK(config.grid.x == grid);
+    CHECK(config.grid.y == 1);
+    CHECK(config.block.x % 32 == 0);
+    CHECK(blocks_together * (config.smem_bytes + kReserved) <= kSmemOfHopper);
+  };
+  using Fwd = kernels::cuda::FwdTiles<kWidth>;
+  using Dq = kernels::cuda::DqTiles<kWidth>;
+  using Dkv = kernels::cuda::DkvTiles<kWidth>;
+  const auto blocks = [](int64_t rows, int64_t of_block) {
+    return (rows + of_block - 1) / of_block;
+  };
+  check(kernels::cuda::flash_fwd_config<kWidth>(s), B * 6 * blocks(300, Fwd::kRows), 2);
+  check(kernels::cuda::flash_dq_config<kWidth>(s), B * 6 * blocks(300, Dq::kRows),
+        kWidth <= 128 ? 2 : 1);
+  check(kernels::cuda::flash_dkv_config<kWidth>(s), B * 2 * blocks(700, Dkv::kKeys), blocks_of_dkv);
+}
+
+TEST_CASE("simt attention: grids and shared memory", "[attention][simt]") {
+  check_geometry<64>(2);
+  check_geometry<80>(1);
+  check_geometry<96>(1);
+  check_geometry<128>(1);
+  check_geometry<256>(1);
+  const int64_t too_many = int64_t{1} << 31;
+  const AttentionShape s{kBF16, too_many, 1, 1, 1, 1, 64, 1.0, true, nullptr, nullptr};
+  CHECK(error_of([&] {
+          kernels::cuda::flash_fwd_config<64>(s);
+        }).find("grid_blocks: expected 0 to 2147483647 blocks, got 2147483648") !=
+        std::string::npos);
 }
 
 TEST_CASE("simt attention: f64 has no CUDA kernel", "[attention][simt]") {
