@@ -3,104 +3,153 @@
 #include <vector>
 
 #include "core/check.h"
+#include "core/runtime/cpu/lanes.h"
 #include "kernels/rank_reduce/kernel.h"
 
-// The tree is walked for one block of elements at a time, with one buffer a level on the stack, so
-// that each source is read once and partial sums stay in the first-level cache.
+// The tree is walked for one block of elements at a time. Subtrees of up to four sources are summed
+// in registers, larger ones in one buffer a level on the stack, so that each source is read once
+// and partial sums stay in the first-level cache.
 
 namespace tessera::kernels {
 
 namespace {
 
-constexpr int64_t kBlock = 512;
-constexpr int kMaxLevels = 16;  // 65536 ranks
+using tessera::cpu::AllLanes;
+using tessera::cpu::for_lanes;
+using tessera::cpu::load_lanes;
+using tessera::cpu::store_lanes;
+using tessera::cpu::Vector;
+
+constexpr int64_t kBlock = 1024;
+constexpr int kMaxLevels = 16;  // 65536 ranks and more
+constexpr int kMaxInRegisters = 4;
 
 // The maximum of floats keeps NaN, so that a non-finite value on one rank is seen on all.
-template <class C>
-inline C max_of(C a, C b) {
-  if constexpr (std::is_floating_point_v<C>) {
-    return (b > a || b != b) ? b : a;
-  } else {
-    return std::max(a, b);
-  }
-}
-
 template <Reduction kReduction, class C>
-inline C combine(C a, C b) {
-  if constexpr (kReduction == Reduction::kSum)
+inline Vector<C> combine(Vector<C> a, Vector<C> b) {
+  if constexpr (kReduction == Reduction::kSum) {
     return a + b;
-  else
-    return max_of(a, b);
-}
-
-template <Reduction kReduction, class T, class C>
-class Tree {
- public:
-  Tree(const void* const* sources, int64_t offset, int64_t count)
-      : sources_(sources), offset_(offset), count_(count) {}
-
-  // out = reduction over the sources [begin, end) of the current block.
-  void run(C* out, int begin, int end, int level) {
-    const int num = end - begin;
-    const T* a = source(begin);
-    if (num == 1) {
-#pragma omp simd
-      for (int64_t i = 0; i < count_; ++i) out[i] = static_cast<C>(a[i]);
-    } else if (num == 2) {
-      const T* b = source(begin + 1);
-#pragma omp simd
-      for (int64_t i = 0; i < count_; ++i) {
-        out[i] = combine<kReduction>(static_cast<C>(a[i]), static_cast<C>(b[i]));
-      }
-    } else {
-      const int middle = begin + (num + 1) / 2;
-      C* right = buffers_[level];
-      run(out, begin, middle, level + 1);
-      run(right, middle, end, level + 1);
-#pragma omp simd
-      for (int64_t i = 0; i < count_; ++i) out[i] = combine<kReduction>(out[i], right[i]);
-    }
-  }
-
- private:
-  const T* source(int index) const {
-    return static_cast<const T*>(sources_[index]) + offset_;
-  }
-
-  const void* const* sources_;
-  const int64_t offset_, count_;
-  alignas(64) C buffers_[kMaxLevels][kBlock];
-};
-
-template <class Out, class C>
-void store(Out* dst, const C* value, int64_t count, bool accumulate) {
-  if (accumulate) {
-#pragma omp simd
-    for (int64_t i = 0; i < count; ++i)
-      dst[i] = static_cast<Out>(static_cast<C>(dst[i]) + value[i]);
   } else {
-#pragma omp simd
-    for (int64_t i = 0; i < count; ++i) dst[i] = static_cast<Out>(value[i]);
+    return (b > a) | (b != b) ? b : a;
   }
 }
 
-// f64 sums go to the 16-bit types through f32 as everywhere; f64 destinations accumulate in f64.
-template <class Out, class C>
-using StoreType = std::conditional_t<std::is_same_v<Out, double>, double, C>;
+template <class T, class Lanes, class V>
+inline void copy_lanes(T* p, const V& value, Lanes lanes) {
+  size_t nbytes = sizeof value;
+  if constexpr (!std::is_same_v<Lanes, AllLanes>) nbytes = static_cast<size_t>(lanes) * sizeof(T);
+  std::memcpy(static_cast<void*>(p), &value, nbytes);
+}
+
+// p[0, lanes) = value, rounded to nearest even; results below 2^-126 in bf16 as well, unlike the
+// processor's own instruction, so that every device has the same bits.
+template <class C, class T, class Lanes>
+inline void store_rounded(T* p, Vector<C> value, Lanes lanes) {
+  if constexpr (std::is_same_v<T, C>) {
+    copy_lanes(p, value, lanes);
+  } else if constexpr (std::is_same_v<T, BFloat16>) {
+    typedef uint32_t Bits __attribute__((vector_size(tessera::cpu::kVectorBytes)));
+    typedef uint16_t Half __attribute__((vector_size(tessera::cpu::kVectorBytes / 2)));
+    const auto bits = (Bits)value;
+    const Bits rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    const Bits result = value != value ? bits >> 16 | 0x40 : rounded;
+    copy_lanes(p, __builtin_convertvector(result, Half), lanes);
+  } else {
+    store_lanes<C>(p, value, lanes);
+  }
+}
+
+// The reduction over kNum sources, of the elements of one vector.
+template <Reduction kReduction, int kNum, class C, class T, class Lanes>
+inline Vector<C> combine_sources(const T* const* sources, int64_t i, Lanes lanes) {
+  if constexpr (kNum == 1) {
+    return load_lanes<C>(sources[0] + i, lanes);
+  } else {
+    constexpr int kLeft = (kNum + 1) / 2;
+    return combine<kReduction, C>(
+        combine_sources<kReduction, kLeft, C>(sources, i, lanes),
+        combine_sources<kReduction, kNum - kLeft, C>(sources + kLeft, i, lanes));
+  }
+}
+
+// Calls f(i, lanes, value) for the vectors of the reduction over `num` <= kMaxInRegisters sources.
+template <Reduction kReduction, class C, class T, class F>
+inline void for_each_vector(const T* const* sources, int num, int64_t count, F&& f) {
+  const auto run = [&]<int kNum>(std::integral_constant<int, kNum>) {
+    const T* held[kNum];  // the compiler cannot know that stores leave the array alone
+    std::copy(sources, sources + kNum, held);
+    for_lanes<C>(count, [&](int64_t i, auto lanes) {
+      f(i, lanes, combine_sources<kReduction, kNum, C>(held, i, lanes));
+    });
+  };
+  switch (num) {
+    case 1:
+      return run(std::integral_constant<int, 1>{});
+    case 2:
+      return run(std::integral_constant<int, 2>{});
+    case 3:
+      return run(std::integral_constant<int, 3>{});
+    default:
+      return run(std::integral_constant<int, 4>{});
+  }
+}
+
+// out = reduction over `num` sources.
+template <Reduction kReduction, class C, class T>
+void reduce_block(C* out, const T* const* sources, int num, int64_t count, C (*buffers)[kBlock]) {
+  if (num <= kMaxInRegisters) {
+    for_each_vector<kReduction, C>(
+        sources, num, count,
+        [&](int64_t i, auto lanes, Vector<C> value) { store_rounded<C>(out + i, value, lanes); });
+    return;
+  }
+  const int middle = (num + 1) / 2;
+  C* right = *buffers;
+  reduce_block<kReduction>(out, sources, middle, count, buffers + 1);
+  reduce_block<kReduction>(right, sources + middle, num - middle, count, buffers + 1);
+  for_lanes<C>(count, [&](int64_t i, auto lanes) {
+    store_rounded<C>(
+        out + i,
+        combine<kReduction, C>(load_lanes<C>(out + i, lanes), load_lanes<C>(right + i, lanes)),
+        lanes);
+  });
+}
 
 template <Reduction kReduction, class T, class C, class Out>
 void reduce_blocks(const TreeReduce& a) {
+  // f64 sums go to the 16-bit types through f32 as everywhere; f64 destinations accumulate in f64.
+  constexpr bool kIsMixed = std::is_same_v<C, double> != std::is_same_v<Out, double>;
+  const bool in_registers = !kIsMixed && a.num_sources <= kMaxInRegisters;
+  std::vector<const T*> sources(static_cast<size_t>(a.num_sources));
   alignas(64) C block[kBlock];
+  std::vector<C> levels(in_registers ? 0 : static_cast<size_t>(kMaxLevels * kBlock));
   for (int64_t offset = 0; offset < a.numel; offset += kBlock) {
     const int64_t count = std::min(kBlock, a.numel - offset);
-    Tree<kReduction, T, C>(a.sources, offset, count).run(block, 0, a.num_sources, 0);
+    for (size_t r = 0; r < sources.size(); ++r) {
+      sources[r] = static_cast<const T*>(a.sources[r]) + offset;
+    }
     Out* dst = static_cast<Out*>(a.dst) + offset;
-    if constexpr (std::is_same_v<StoreType<Out, C>, C>) {
-      store(dst, block, count, a.accumulate);
+    if constexpr (kIsMixed) {
+      reduce_block<kReduction>(block, sources.data(), a.num_sources, count,
+                               reinterpret_cast<C(*)[kBlock]>(levels.data()));
+      for (int64_t i = 0; i < count; ++i) {
+        using Wide = std::conditional_t<std::is_same_v<Out, double>, double, C>;
+        const Wide sum = static_cast<Wide>(block[i]);
+        dst[i] = static_cast<Out>(a.accumulate ? static_cast<Wide>(dst[i]) + sum : sum);
+      }
     } else {
-      alignas(64) StoreType<Out, C> wide[kBlock];
-      std::copy(block, block + count, wide);
-      store(dst, wide, count, a.accumulate);
+      const auto finish = [&](int64_t i, auto lanes, Vector<C> value) {
+        if (a.accumulate) value = load_lanes<C>(dst + i, lanes) + value;
+        store_rounded<C>(dst + i, value, lanes);
+      };
+      if (in_registers) {
+        for_each_vector<kReduction, C>(sources.data(), a.num_sources, count, finish);
+        continue;
+      }
+      reduce_block<kReduction>(block, sources.data(), a.num_sources, count,
+                               reinterpret_cast<C(*)[kBlock]>(levels.data()));
+      for_lanes<C>(
+          count, [&](int64_t i, auto lanes) { finish(i, lanes, load_lanes<C>(block + i, lanes)); });
     }
   }
 }

@@ -26,7 +26,7 @@ std::vector<T> reduce_once(Comm& comm, int64_t numel, bool accumulate) {
   const Stream stream = Context::current()->make_stream("comm");
   const std::vector<T> full = input<T>(comm.rank(), numel * comm.world_size());
   std::vector<T> shard = input<T>(comm.rank(), numel, 5);
-  std::vector<double> staging = scratch(comm.reduce_scatter_staging_nbytes(numel, dtype_of<T>));
+  const Buffer<double> staging = scratch(comm.reduce_scatter_staging_nbytes(numel, dtype_of<T>));
   comm.reduce_scatter(stream, shard.data(), full.data(), numel, dtype_of<T>, dtype_of<T>,
                       accumulate, staging.data());
   stream.synchronize();
