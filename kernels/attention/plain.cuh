@@ -111,7 +111,7 @@ __device__ inline void store_plain(const HeadRows<float>& to, int begin, int lim
 }
 
 template <int kChunks>
-__global__ void __launch_bounds__(kPlainThreads, 2) plain_fwd_kernel(const FwdParams a) {
+__global__ void __launch_bounds__(kPlainThreads, 1) plain_fwd_kernel(const FwdParams a) {
   const Problem& p = a.problem;
   const int tile_numel = plain_pitch(p.head_dim) * kPlainRows;
   float* q_tile = dynamic_smem<float>();
@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(kPlainThreads, 2) plain_fwd_kernel(const FwdPa
 }
 
 template <int kChunks>
-__global__ void __launch_bounds__(kPlainThreads, 2) plain_dq_kernel(const BwdParams a) {
+__global__ void __launch_bounds__(kPlainThreads, 1) plain_dq_kernel(const BwdParams a) {
   const Problem& p = a.problem;
   const int tile_numel = plain_pitch(p.head_dim) * kPlainRows;
   float* q_tile = dynamic_smem<float>();
@@ -234,7 +234,7 @@ __global__ void __launch_bounds__(kPlainThreads, 2) plain_dq_kernel(const BwdPar
 }
 
 template <int kChunks>
-__global__ void __launch_bounds__(kPlainThreads, 2) plain_dkv_kernel(const BwdParams a) {
+__global__ void __launch_bounds__(kPlainThreads, 1) plain_dkv_kernel(const BwdParams a) {
   const Problem& p = a.problem;
   const int tile_numel = plain_pitch(p.head_dim) * kPlainRows;
   float* k_tile = dynamic_smem<float>();
