@@ -65,7 +65,7 @@ double Roofline::floor_ms(double flops, double nbytes, DType dtype) const {
   return 1e3 * std::max(flops / flops_per_s(dtype), nbytes / bytes_per_s);
 }
 
-Roofline measure_roofline() {
+Roofline measure_roofline(int64_t width) {
   Roofline roofline;
   {
     const Tensor source = zeros({int64_t{64} << 20});
@@ -73,7 +73,7 @@ Roofline measure_roofline() {
     const Timing timing = time_on_stream([&] { copy.copy_(source); }, 10);
     roofline.bytes_per_s = 2 * static_cast<double>(source.nbytes()) / (timing.min_ms * 1e-3);
   }
-  const int64_t width = Context::current()->device().type == DeviceType::kCpu ? 2048 : 8192;
+  if (width == 0) width = Context::current()->device().type == DeviceType::kCpu ? 2048 : 8192;
   roofline.f32_flops_per_s = product_rate(width, kF32);
   roofline.bf16_flops_per_s = product_rate(width, kBF16);
   return roofline;

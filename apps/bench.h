@@ -26,7 +26,7 @@ Timing summarize(std::vector<double> times_ms);
 Timing time_on_stream(const std::function<void()>& submit, int runs = 20);
 
 /// What the device reaches: bytes read + written by a copy of 256 MiB, and floating-point
-/// operations of a 2048^3 (`cuda`: 8192^3) matrix product.
+/// operations of a matrix product of `width`^3.
 struct Roofline {
   double bytes_per_s = 0;
   double f32_flops_per_s = 0;
@@ -38,6 +38,7 @@ struct Roofline {
   /// The shortest time for so many operations and bytes, milliseconds.
   double floor_ms(double flops, double nbytes, DType dtype) const;
 };
-Roofline measure_roofline();
+/// `width` 0: 2048, on `cuda` 8192.
+Roofline measure_roofline(int64_t width = 0);
 
 }  // namespace tessera::apps

@@ -57,7 +57,7 @@ class Case {
     full_ = comm.allocate(full_numel_ * size, MemoryClass::kOther);
     shard_ = comm.allocate(shard_numel_ * size, MemoryClass::kOther);
     const int64_t staging = collective == Collective::kReduceScatter
-                                ? comm.reduce_scatter_staging_nbytes(shard_numel_, dtype)
+                                ? comm.reduce_scatter_staging_nbytes(shard_numel_, dtype, true)
                             : collective == Collective::kAllReduce
                                 ? comm.all_reduce_staging_nbytes(full_numel_, dtype)
                                 : 0;
@@ -298,7 +298,7 @@ int main(int argc, char** argv) {
   try {
     return tessera::apps::run(argc, argv);
   } catch (const tessera::Error& error) {
-    tessera::log_error("error: {}", error.what());
+    tessera::log_error("{}", error.what());
     return error.exit_status();
   }
 }

@@ -170,7 +170,7 @@ int main(int argc, char** argv) {
   try {
     return tessera::apps::run(argc, argv);
   } catch (const tessera::Error& error) {
-    tessera::log_error("error: {}", error.what());
+    tessera::log_error("{}", error.what());
     return error.exit_status();
   }
 }

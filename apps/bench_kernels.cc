@@ -12,9 +12,12 @@
 #include "core/runtime/context.h"
 #include "core/runtime/cpu_check.h"
 #include "core/tensor.h"
+#include "kernels/attention/cudnn.h"
 #include "kernels/attention/kernel.h"
 #include "kernels/embedding/kernel.h"
 #include "kernels/loss/kernel.h"
+#include "kernels/matmul/backend.h"
+#include "kernels/matmul/cublaslt.h"
 #include "kernels/matmul/kernel.h"
 #include "kernels/norm/kernel.h"
 #include "kernels/optimizer/kernel.h"
@@ -44,6 +47,7 @@ const std::vector<Shapes>& all_shapes() {
       {"llama", 1, 1024, 2048, 5632, 32, 4, 64, 32000, 32 << 20},
       {"large", 2, 8192, 4096, 14336, 32, 8, 128, 128256, 512 << 20},
       {"tiny", 2, 32, 64, 176, 4, 2, 16, 512, 1 << 16},
+      {"odd", 1, 301, 520, 1404, 4, 2, 128, 1001, (1 << 16) + 3},
   };
   return shapes;
 }
@@ -52,6 +56,9 @@ struct Options {
   std::string filter;
   bool as_json = false;
   int runs = 20;
+  /// Who computes on CUDA; `auto` is this project's kernels and beside them the library, where it
+  /// is installed.
+  std::string attention = "auto", gemm = "auto";
 };
 
 void* data(const Tensor& t) {
@@ -70,7 +77,10 @@ class Bench {
   Bench(const Shapes& shapes, const Options& options) : s_(shapes), options_(options) {}
 
   void run() {
-    roofline_ = measure_roofline();
+    if (options_.gemm == "own") set_gemm_backend(GemmBackend::kOwn);
+    // One run is to see that kernels work, maybe under a tool that makes them slow.
+    constexpr int64_t kQuickWidth = 256;
+    roofline_ = measure_roofline(options_.runs == 1 ? kQuickWidth : 0);
     print_head();
     for (const DType dtype : {kF32, kBF16}) {
       dtype_ = dtype;
@@ -154,6 +164,41 @@ class Bench {
     std::fflush(stdout);
   }
 
+  /// Whether this project's kernels, and whether a library's, are to be timed, by an option.
+  static bool wants_own(const std::string& choice) { return choice == "auto" || choice == "own"; }
+  static bool wants_library(const std::string& choice, const std::string& problem) {
+    if (Context::current()->device().type != DeviceType::kCuda || choice == "own") return false;
+    TESSERA_CHECK_AS(ConfigError, choice == "auto" || problem.empty(), "--{}: {}",
+                     choice == "cudnn" ? "attention=cudnn" : "gemm=cublaslt", problem);
+    return problem.empty();
+  }
+
+  /// A product by this project's kernel and by cuBLASLt.
+  void time_product(const std::string& op, const std::string& shape, const k::Matmul& args) const {
+    if (wants_own(options_.gemm)) {
+      set_gemm_backend(GemmBackend::kOwn);
+      time(op, shape, k::matmul, args);
+    }
+    if (wants_library(options_.gemm, k::cuda::cublaslt_problem())) {
+      set_gemm_backend(GemmBackend::kCublasLt);
+      time(op + "_cublaslt", shape, k::matmul, args);
+    }
+    set_gemm_backend(GemmBackend::kAuto);
+  }
+
+  /// Attention by cuDNN. Nothing is printed if it has no kernel for the shape.
+  template <class Args>
+  void time_cudnn(const std::string& op, const std::string& shape, const Args& args,
+                  bool (*kernel)(const Stream&, const Args&)) const {
+    if (!wants_library(options_.attention, k::cudnn_problem()) || !k::cudnn_takes(args) ||
+        !is_wanted(name_for(op, shape)) || !kernel(current_stream(), args)) {
+      return;
+    }
+    const Cost cost = args.cost();
+    report(name_for(op, shape), cost.flops(), static_cast<double>(cost.bytes()),
+           [&] { kernel(current_stream(), args); });
+  }
+
   void matmuls() const {
     const std::pair<int64_t, int64_t> layers[] = {
         {s_.C + 2 * s_.Hk * s_.D, s_.C}, {s_.F, s_.C}, {s_.C, s_.F}, {s_.V, s_.C}};
@@ -163,10 +208,12 @@ class Bench {
   /// y [M, N] = x [M, K] w [N, K]^T; f32 gradients of the weight, as masters want them.
   void linear(int64_t M, int64_t N, int64_t K) const {
     const std::string shape = fmt::format("{}x{}x{}", M, N, K);
-    if (!is_wanted(name_for("linear_fwd", shape)) && !is_wanted(name_for("linear_dx", shape)) &&
-        !is_wanted(name_for("linear_dw", shape)) && !is_wanted(name_for("bias_grad", shape))) {
-      return;
+    bool is_any_wanted = is_wanted(name_for("bias_grad", shape));
+    for (const char* op : {"linear_fwd", "linear_dx", "linear_dw"}) {
+      is_any_wanted = is_any_wanted || is_wanted(name_for(op, shape)) ||
+                      is_wanted(name_for(std::string(op) + "_cublaslt", shape));
     }
+    if (!is_any_wanted) return;
     const Tensor x = random({M, K}, dtype_, 1), w = random({N, K}, dtype_, 2),
                  y = random({M, N}, dtype_, 3), dw = empty({N, K});
     k::Matmul product{};  // what the three have in common
@@ -175,16 +222,16 @@ class Bench {
     k::Matmul fwd = product;
     fwd.c = data(y), fwd.a = data(x), fwd.b = data(w), fwd.trans_b = true;
     fwd.m = M, fwd.n = N, fwd.k = K, fwd.lda = K, fwd.ldb = K, fwd.ldc = N;
-    time("linear_fwd", shape, k::matmul, fwd);
+    time_product("linear_fwd", shape, fwd);
     k::Matmul dx = product;
     dx.c = data(x), dx.a = data(y), dx.b = data(w);
     dx.m = M, dx.n = K, dx.k = N, dx.lda = N, dx.ldb = K, dx.ldc = K;
-    time("linear_dx", shape, k::matmul, dx);
+    time_product("linear_dx", shape, dx);
     k::Matmul dweight = product;
     dweight.c = data(dw), dweight.a = data(y), dweight.b = data(x);
     dweight.c_dtype = kF32, dweight.trans_a = true;
     dweight.m = N, dweight.n = K, dweight.k = M, dweight.lda = N, dweight.ldb = K, dweight.ldc = K;
-    time("linear_dw", shape, k::matmul, dweight);
+    time_product("linear_dw", shape, dweight);
     const Tensor db = empty({N}), partials = empty({k::BiasGrad::num_chunks(M), N});
     time("bias_grad", by(M, N), k::bias_grad,
          {data(db), data(partials), data(y), kF32, dtype_, M, N, N});
@@ -201,9 +248,10 @@ class Bench {
     const k::AttentionShape extent{
         dtype_, s_.B,    s_.T,   s_.T, s_.H, s_.Hk, s_.D, 1 / std::sqrt(static_cast<double>(s_.D)),
         true,   nullptr, nullptr};
-    time("attention_fwd", shape, k::attention_fwd,
-         {data(o), data(lse), data(q), data(kv), data(kv), q_strides, kv_strides, kv_strides,
-          extent});
+    const k::AttentionFwd fwd{data(o),   data(lse),  data(q),    data(kv), data(kv),
+                              q_strides, kv_strides, kv_strides, extent};
+    if (wants_own(options_.attention)) time("attention_fwd", shape, k::attention_fwd, fwd);
+    time_cudnn("attention_fwd_cudnn", shape, fwd, k::cudnn_attention_fwd);
     k::AttentionBwd bwd{};
     bwd.dq = data(dq), bwd.dk = data(dk), bwd.dv = data(dv);
     bwd.dq_strides = bwd.q_strides = q_strides;
@@ -211,9 +259,11 @@ class Bench {
     bwd.d_out = data(d_out), bwd.o = data(o), bwd.lse = data(lse);
     bwd.q = data(q), bwd.k = bwd.v = data(kv);
     bwd.shape = extent;
+    bwd.device = q.device().type;
     const Tensor workspace = empty({bwd.workspace_numel()});
     bwd.workspace = data(workspace);
-    time("attention_bwd", shape, k::attention_bwd, bwd);
+    if (wants_own(options_.attention)) time("attention_bwd", shape, k::attention_bwd, bwd);
+    time_cudnn("attention_bwd_cudnn", shape, bwd, k::cudnn_attention_bwd);
   }
 
   void norms() const {
@@ -413,12 +463,19 @@ int run(int argc, char** argv) {
   int threads = 0;
   app.add_option("--filter", options.filter, "only kernels whose name contains this");
   app.add_option("--shapes", shapes,
-                 "gpt2, llama, large (for a GPU), tiny; default: gpt2 on cpu, large on cuda")
-      ->check(CLI::IsMember({"gpt2", "llama", "large", "tiny"}));
+                 "gpt2, llama, large (for a GPU), tiny, odd (no multiples of anything); default: "
+                 "gpt2 on cpu, large on cuda")
+      ->check(CLI::IsMember({"gpt2", "llama", "large", "tiny", "odd"}));
   app.add_option("--runs", options.runs, "runs of each kernel")->check(CLI::Range(1, 10000));
   app.add_option("--device", device, "auto, cpu or cuda");
   app.add_option("--threads", threads, "CPU threads; 0: all allowed processors")
       ->check(CLI::Range(0, 4096));
+  app.add_option("--attention", options.attention,
+                 "on cuda: own, cudnn, or auto: both where cuDNN is installed")
+      ->check(CLI::IsMember({"auto", "own", "cudnn"}));
+  app.add_option("--gemm", options.gemm,
+                 "on cuda: own, cublaslt, or auto: both where cuBLASLt is installed")
+      ->check(CLI::IsMember({"auto", "own", "cublaslt"}));
   app.add_flag("--json", options.as_json, "one object a line instead of a table");
   try {
     app.parse(argc, argv);
@@ -445,7 +502,7 @@ int main(int argc, char** argv) {
   try {
     return tessera::apps::run(argc, argv);
   } catch (const tessera::Error& error) {
-    tessera::log_error("error: {}", error.what());
+    tessera::log_error("{}", error.what());
     return error.exit_status();
   }
 }

@@ -6,7 +6,10 @@
 //
 // with flops a token of nn::LanguageModel::flops_per_token (forward, dX and dW multiply-adds, half
 // of attention's square) and both rates measured at the start of the same run; AdamW reads
-// parameter, gradient and two moments and writes three of them, 4 bytes each.
+// parameter, gradient and two moments and writes three of them, 4 bytes each. MFU is those
+// operations a second over the rate of a large product in the same dtype, in percent.
+//
+// Peak memory stands beside what parameters, gradients and states, and activations, should take.
 
 #include <fmt/format.h>
 #include <sys/resource.h>
@@ -17,6 +20,7 @@
 #include <set>
 
 #include "apps/bench.h"
+#include "apps/options.h"
 #include "core/autograd.h"
 #include "core/log.h"
 #include "core/profiler.h"
@@ -38,7 +42,8 @@ struct Options {
   int64_t layers = 12, heads = 12, kv_heads = 0, width = 768, context = 64, vocab = 50257,
           micro_batch = 4;
   int steps = 10, threads = 0, num_thread_ranks = 0, prefetch = 1;
-  bool as_json = false;
+  bool as_json = false, checks_memory = false;
+  std::string attention = "own", gemm = "auto";
 };
 
 std::unique_ptr<nn::LanguageModel> make_model(const Options& o) {
@@ -98,6 +103,7 @@ class Training {
     world_.control().barrier();
   }
 
+  const nn::ModelShape& shape() const { return model_->shape(); }
   double num_parameters() const { return static_cast<double>(fsdp_->num_parameters()); }
   double flops_per_token(int64_t T) const { return model_->flops_per_token(T); }
 
@@ -146,8 +152,56 @@ Split split_of(const std::vector<TraceEvent>& events, int compute_id, double ste
   return split;
 }
 
+/// Bytes at the moment of the peak, and what they should be; 0: not known.
+struct Memory {
+  double states = 0, expected_states = 0;  // parameters, gradients, moments
+  double activations = 0, expected_activations = 0;
+  double others = 0;  // gathered units, gradient slots
+
+  bool is_as_expected() const {
+    constexpr double kTolerance = 0.05;
+    const auto is_near = [](double actual, double expected) {
+      return expected == 0 || std::abs(actual - expected) <= kTolerance * expected;
+    };
+    return is_near(states, expected_states) && is_near(activations, expected_activations);
+  }
+};
+
+/// What all blocks keep for backward, and the larger of what comes on top: in the head, its input,
+/// the gradient of it and a chunk of f32 logits; in the last block, the gradient of the widest
+/// activation and two of the block's width.
+double expected_activations(const Options& o, const nn::ModelShape& s, DeviceType device) {
+  const double C = static_cast<double>(s.width), H = static_cast<double>(s.num_heads),
+               q = static_cast<double>(s.num_heads * s.head_width),
+               kv = static_cast<double>(s.num_kv_heads * s.head_width);
+  const auto element = static_cast<double>(size_of(dtype_from_name(o.dtype)));
+  const auto rows = static_cast<double>(o.micro_batch * o.context);
+  double per_row = 0, statistics = 4 * H, widest = 0;  // elements, and bytes in f32
+  if (o.model == "gpt2") {
+    widest = 4 * C;
+    // Input, norm1; q, k, v; attention; the sum with the residual, norm2; before and after GELU.
+    per_row = 2 * C + (q + 2 * kv) + q + 2 * C + 2 * widest;
+    statistics += 4 * 4;
+  } else {
+    const double F = static_cast<double>((8 * s.width + 3 * 64 - 1) / (3 * 64) * 64);
+    widest = 2 * F;
+    // The same with rotated q and k, with gate and up, and their product.
+    per_row = 2 * C + (q + 2 * kv) + (q + kv) + q + 2 * C + 3 * F;
+    statistics += 2 * 4;
+  }
+  const double vocab = static_cast<double>(s.vocab_size);
+  const double chunk = (device == DeviceType::kCuda ? 512 : 64) * 1048576.0;
+  const double logits = std::min(chunk, rows * vocab * 4);
+  const double head = rows * 2 * C * element + logits;
+  const double block = rows * (widest + 2 * C) * element;
+  return static_cast<double>(s.num_layers) * rows * (per_row * element + statistics) +
+         std::max(head, block);
+}
+
 struct Result {
   Timing step;
+  Memory memory;
+  double rate = 0;  // of a large product, operations a second
   Split split;
   double floor_ms = 0, tokens = 0, parameters = 0, flops_per_token = 0;
   double allocator_peak_gib = 0, resident_peak_gib = 0;
@@ -157,10 +211,31 @@ double gib(double nbytes) {
   return nbytes / (1 << 30);
 }
 
+Memory memory_of(const Training& training, const Options& o, int num_ranks) {
+  const AllocatorStats stats = Context::current()->allocator()->stats();
+  const auto of = [&](MemoryClass c) {
+    return static_cast<double>(stats.peak_by_class[static_cast<size_t>(c)]);
+  };
+  Memory m;
+  m.states =
+      of(MemoryClass::kParameters) + of(MemoryClass::kGradients) + of(MemoryClass::kOptimizer);
+  m.activations = of(MemoryClass::kActivations);
+  m.others = of(MemoryClass::kGathered) + of(MemoryClass::kOther);
+  if (o.strategy == "full_shard" || o.strategy == "shard_grad_op") {
+    m.expected_states = (o.dtype == "f32" ? 16 : 18) * training.num_parameters() / num_ranks;
+  }
+  if (o.recompute == "none") {
+    m.expected_activations =
+        expected_activations(o, training.shape(), Context::current()->device().type);
+  }
+  return m;
+}
+
 Result measure(dist::World& world, const Options& o, const Roofline& roofline, double bytes_per_s) {
   Training training(world, o);
   for (int i = 0; i < 2; ++i) training.step();
   training.finish();
+  Context::current()->allocator()->reset_peak();
   std::vector<double> times_ms;
   for (int i = 0; i < o.steps; ++i) {
     const int64_t begin = profiler::now_ns();
@@ -185,9 +260,12 @@ Result measure(dist::World& world, const Options& o, const Roofline& roofline, d
   r.tokens = static_cast<double>(o.micro_batch * o.context * world.world_size());
   r.parameters = training.num_parameters();
   r.flops_per_token = training.flops_per_token(o.context);
-  r.floor_ms =
-      1e3 * (r.flops_per_token * r.tokens / roofline.flops_per_s(dtype_from_name(o.dtype)) +
-             28 * r.parameters / bytes_per_s);
+  const bool is_cuda = Context::current()->device().type == DeviceType::kCuda;
+  const int num_devices = is_cuda ? world.world_size() : 1;
+  r.rate = roofline.flops_per_s(dtype_from_name(o.dtype)) * num_devices;
+  r.floor_ms = 1e3 * (r.flops_per_token * r.tokens / r.rate +
+                      28 * r.parameters / (bytes_per_s * num_devices));
+  r.memory = memory_of(training, o, world.world_size());
   r.allocator_peak_gib =
       gib(static_cast<double>(Context::current()->allocator()->stats().peak_reserved));
   struct rusage usage = {};
@@ -196,49 +274,65 @@ Result measure(dist::World& world, const Options& o, const Roofline& roofline, d
   return r;
 }
 
-void report(const Options& o, int num_ranks, const Result& r) {
+/// The exit status of the program.
+int report(const Options& o, int num_ranks, const Result& r) {
+  const int status = !o.checks_memory || r.memory.is_as_expected() ? 0 : 1;
   const double tokens_per_s = r.tokens / (r.step.median_ms * 1e-3);
+  const double mfu_percent = 100 * r.flops_per_token * tokens_per_s / r.rate;
   const auto& ms = r.split.parts_ms;
   if (o.as_json) {
-    fmt::print("{}\n", nlohmann::json{{"bench", "train"},
-                                      {"model", o.model},
-                                      {"dtype", o.dtype},
-                                      {"strategy", o.strategy},
-                                      {"ranks", num_ranks},
-                                      {"layers", o.layers},
-                                      {"width", o.width},
-                                      {"context", o.context},
-                                      {"vocab", o.vocab},
-                                      {"micro_batch", o.micro_batch},
-                                      {"parameters", r.parameters},
-                                      {"flops_per_token", r.flops_per_token},
-                                      {"step_ms", r.step.median_ms},
-                                      {"min_ms", r.step.min_ms},
-                                      {"max_ms", r.step.max_ms},
-                                      {"tokens_per_s", tokens_per_s},
-                                      {"floor_ms", r.floor_ms},
-                                      {"step_over_floor", r.step.median_ms / r.floor_ms},
-                                      {"products_ms", ms[kProducts]},
-                                      {"attention_ms", ms[kAttention]},
-                                      {"optimizer_ms", ms[kOptimizer]},
-                                      {"exposed_ms", ms[kWaits]},
-                                      {"other_ms", ms[kOther]},
-                                      {"idle_ms", r.split.idle_ms},
-                                      {"allocator_peak_gib", r.allocator_peak_gib},
-                                      {"resident_peak_gib", r.resident_peak_gib}}
-                           .dump());
-    return;
+    fmt::print("{}\n",
+               nlohmann::json{{"bench", "train"},
+                              {"model", o.model},
+                              {"dtype", o.dtype},
+                              {"strategy", o.strategy},
+                              {"ranks", num_ranks},
+                              {"layers", o.layers},
+                              {"width", o.width},
+                              {"context", o.context},
+                              {"vocab", o.vocab},
+                              {"micro_batch", o.micro_batch},
+                              {"parameters", r.parameters},
+                              {"flops_per_token", r.flops_per_token},
+                              {"step_ms", r.step.median_ms},
+                              {"min_ms", r.step.min_ms},
+                              {"max_ms", r.step.max_ms},
+                              {"tokens_per_s", tokens_per_s},
+                              {"mfu_percent", mfu_percent},
+                              {"floor_ms", r.floor_ms},
+                              {"step_over_floor", r.step.median_ms / r.floor_ms},
+                              {"products_ms", ms[kProducts]},
+                              {"attention_ms", ms[kAttention]},
+                              {"optimizer_ms", ms[kOptimizer]},
+                              {"exposed_ms", ms[kWaits]},
+                              {"other_ms", ms[kOther]},
+                              {"idle_ms", r.split.idle_ms},
+                              {"states_gib", gib(r.memory.states)},
+                              {"expected_states_gib", gib(r.memory.expected_states)},
+                              {"activations_gib", gib(r.memory.activations)},
+                              {"expected_activations_gib", gib(r.memory.expected_activations)},
+                              {"gathered_gib", gib(r.memory.others)},
+                              {"allocator_peak_gib", r.allocator_peak_gib},
+                              {"resident_peak_gib", r.resident_peak_gib}}
+                   .dump());
+    return status;
   }
   fmt::print(
       "{} {} {}, {} ranks, B {} T {} a rank, {:.1f} M parameters\n"
-      "step {:.1f} ms ({:.1f}-{:.1f})  {:.0f} tokens/s  floor {:.1f} ms  step / floor {:.2f}\n"
+      "step {:.1f} ms ({:.1f}-{:.1f})  {:.0f} tokens/s  MFU {:.1f} %  floor {:.1f} ms  step / "
+      "floor "
+      "{:.2f}\n"
       "products {:.1f}  attention {:.1f}  other kernels {:.1f}  optimizer {:.1f}  exposed "
       "communication {:.1f}  idle {:.1f} ms\n"
-      "peak: allocator {:.3f} GiB, resident {:.3f} GiB\n",
+      "peak (expected): states {:.3f} ({:.3f}), activations {:.3f} ({:.3f}), gathered {:.3f} GiB; "
+      "allocator {:.3f}, resident {:.3f} GiB\n",
       o.model, o.dtype, o.strategy, num_ranks, o.micro_batch, o.context, r.parameters * 1e-6,
-      r.step.median_ms, r.step.min_ms, r.step.max_ms, tokens_per_s, r.floor_ms,
+      r.step.median_ms, r.step.min_ms, r.step.max_ms, tokens_per_s, mfu_percent, r.floor_ms,
       r.step.median_ms / r.floor_ms, ms[kProducts], ms[kAttention], ms[kOther], ms[kOptimizer],
-      ms[kWaits], r.split.idle_ms, r.allocator_peak_gib, r.resident_peak_gib);
+      ms[kWaits], r.split.idle_ms, gib(r.memory.states), gib(r.memory.expected_states),
+      gib(r.memory.activations), gib(r.memory.expected_activations), gib(r.memory.others),
+      r.allocator_peak_gib, r.resident_peak_gib);
+  return status;
 }
 
 /// The rates of the whole machine, before any rank is at work.
@@ -286,12 +380,19 @@ int run(int argc, char** argv) {
   app.add_option("--ranks", o.num_thread_ranks, "thread ranks of one process")
       ->check(CLI::Range(1, 64));
   app.add_option("--device", o.device, "auto, cpu or cuda");
+  app.add_option("--attention", o.attention, "on cuda")
+      ->check(CLI::IsMember({"own", "cudnn", "auto"}));
+  app.add_option("--gemm", o.gemm, "on cuda")->check(CLI::IsMember({"auto", "own", "cublaslt"}));
+  app.add_flag("--check-memory", o.checks_memory,
+               "exit status 1 if the peak is not within 5 % of what is expected");
   app.add_flag("--json", o.as_json, "one object");
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
     return app.exit(error) == 0 ? 0 : 2;
   }
+  set_attention_backend(attention_backend_from_name(o.attention));
+  set_gemm_backend(gemm_backend_from_name(o.gemm));
   if (o.num_thread_ranks > 0) {
     dist::LocalOptions local;
     local.context.poison = local.context.order_check = false;
@@ -299,11 +400,12 @@ int run(int argc, char** argv) {
     const Rates rates = measure_rates(local.context.device, 0);
     print_rates(rates, o);
     if (o.threads > 0) local.context.num_threads = o.threads;
+    int status = 0;
     dist::run_ranks(o.num_thread_ranks, local, [&](dist::World& world) {
       const Result result = measure(world, o, rates.roofline, rates.bytes_per_s);
-      if (world.rank() == 0) report(o, world.world_size(), result);
+      if (world.rank() == 0) status = report(o, world.world_size(), result);
     });
-    return 0;
+    return status;
   }
   return dist::run_main(argc, argv, [&](dist::World& world) {
     Rates rates;
@@ -319,8 +421,7 @@ int run(int argc, char** argv) {
     const Context::Scope scope(context);
     if (world.rank() == 0) print_rates(rates, o);
     const Result result = measure(world, o, rates.roofline, rates.bytes_per_s);
-    if (world.rank() == 0) report(o, world.world_size(), result);
-    return 0;
+    return world.rank() == 0 ? report(o, world.world_size(), result) : 0;
   });
 }
 
@@ -332,7 +433,7 @@ int main(int argc, char** argv) {
   try {
     return tessera::apps::run(argc, argv);
   } catch (const tessera::Error& error) {
-    tessera::log_error("error: {}", error.what());
+    tessera::log_error("{}", error.what());
     return error.exit_status();
   }
 }

@@ -682,6 +682,20 @@ std::vector<Field> config_fields(Config& c) {
        {},
        "spike rewind: steps a copy in memory"},
 
+      {"kernels.attention",
+       &c.kernels.attention,
+       any,
+       {"own", "cudnn", "auto"},
+       "who computes attention on CUDA: this project's kernels (bitwise repeatable), cuDNN where "
+       "it "
+       "takes the problem, or the faster of both, timed once a shape"},
+      {"kernels.gemm",
+       &c.kernels.gemm,
+       any,
+       {"auto", "own", "cublaslt"},
+       "who multiplies matrices on CUDA: cuBLASLt where it is installed, this project's kernel, or "
+       "cuBLASLt and an error without it"},
+
       {"dist.timeout", &c.dist.timeout, positive, {}, "seconds until a collective counts as hung"},
       {"dist.nccl_reduce",
        &c.dist.nccl_reduce,

@@ -86,6 +86,9 @@ struct GuardConfig {
   std::string spike = "off";
   double spike_z = 6;
 };
+struct KernelsConfig {
+  std::string attention = "own", gemm = "auto";
+};
 struct DistConfig {
   double timeout = 600;
   std::string nccl_reduce = "tree";
@@ -113,6 +116,7 @@ struct Config {
   OutputConfig output;
   CheckpointConfig checkpoint;
   GuardConfig guard;
+  KernelsConfig kernels;
   DistConfig dist;
   DebugConfig debug;
 

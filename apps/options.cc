@@ -163,6 +163,18 @@ optim::Schedule make_schedule(const Config& config) {
   return optim::Schedule(options);
 }
 
+AttentionBackend attention_backend_from_name(std::string_view name) {
+  return name == "cudnn"  ? AttentionBackend::kCudnn
+         : name == "auto" ? AttentionBackend::kAuto
+                          : AttentionBackend::kOwn;
+}
+
+GemmBackend gemm_backend_from_name(std::string_view name) {
+  return name == "own"        ? GemmBackend::kOwn
+         : name == "cublaslt" ? GemmBackend::kCublasLt
+                              : GemmBackend::kAuto;
+}
+
 SampleOptions sample_options(const Config& config, int64_t vocab_size) {
   SampleOptions options;
   options.context = config.model.context;

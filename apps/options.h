@@ -1,12 +1,15 @@
 #pragma once
 
 #include <memory>
+#include <string_view>
 #include <vector>
 
 #include "apps/config.h"
 #include "apps/data.h"
 #include "dist/fsdp/fully_shard.h"
 #include "dist/fsdp/scaler.h"
+#include "kernels/attention/attention.h"
+#include "kernels/matmul/backend.h"
 #include "nn/transformer.h"
 #include "optim/optimizer.h"
 #include "optim/schedule.h"
@@ -24,6 +27,9 @@ dist::FsdpOptions fsdp_options(const Config& config);
 std::unique_ptr<optim::Optimizer> make_optimizer(const OptimConfig& config,
                                                  const std::vector<optim::FlatShard>& shards);
 optim::Schedule make_schedule(const Config& config);
+/// What computes on CUDA, by the names of the keys `kernels.attention` and `kernels.gemm`.
+AttentionBackend attention_backend_from_name(std::string_view name);
+GemmBackend gemm_backend_from_name(std::string_view name);
 SampleOptions sample_options(const Config& config, int64_t vocab_size);
 
 }  // namespace tessera::apps

@@ -548,6 +548,8 @@ TrainResult train(const Config& config, dist::World& world) {
   world.set_verbose(config.debug.dist);
   dist::set_nccl_options({.native_reduce_scatter = config.dist.nccl_reduce == "nccl",
                           .max_ctas = static_cast<int>(config.dist.nccl_max_ctas)});
+  set_attention_backend(attention_backend_from_name(config.kernels.attention));
+  set_gemm_backend(gemm_backend_from_name(config.kernels.gemm));
   std::shared_ptr<Context> context;
   world.control().verdict([&] {
     ContextOptions options;

@@ -61,6 +61,13 @@ TEST_CASE("config: what is wrong is named with key, place and what is allowed", 
        {},
        "f.toml:2: fsdp.strategy = \"full_sharding\", expected one of full_shard, shard_grad_op, "
        "shard_optim, no_shard, hybrid_shard, hybrid_shard_zero2 (nearest: full_shard)"},
+      {"[kernels]\nattention = 'flash'",
+       {},
+       "f.toml:2: kernels.attention = \"flash\", expected one of own, cudnn, auto (nearest: own)"},
+      {"[kernels]\ngemm = 'cublas'",
+       {},
+       "f.toml:2: kernels.gemm = \"cublas\", expected one of auto, own, cublaslt (nearest: "
+       "cublaslt)"},
       {"[fsdp]\nsync_every_micro_batch = 1",
        {},
        "f.toml:2: fsdp.sync_every_micro_batch = 1, expected one of auto, true, shard, false"},

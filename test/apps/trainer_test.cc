@@ -7,6 +7,8 @@
 
 #include "core/autograd.h"
 #include "dist/comm/local.h"
+#include "kernels/attention/attention.h"
+#include "kernels/matmul/backend.h"
 #include "test/temp_dir.h"
 #include "test/testing.h"
 
@@ -183,6 +185,18 @@ TEST_CASE("trainer: precision and norm keys reach the sharding", "[trainer]") {
   const auto largest = with({"--optim.clip_p=inf", "--optim.clip=0.01"});
   CHECK(largest[0]["loss"] == f32[0]["loss"]);
   CHECK(largest[0]["grad_norm"].get<double>() < 0.5 * f32[0]["grad_norm"].get<double>());
+}
+
+TEST_CASE("trainer: the keys of kernels choose who computes", "[trainer]") {
+  run(1, {"--train.steps=2", "--kernels.attention=cudnn", "--kernels.gemm=cublaslt"});
+  CHECK(attention_backend() == AttentionBackend::kCudnn);
+  CHECK(gemm_backend() == GemmBackend::kCublasLt);
+  run(1, {"--train.steps=2", "--kernels.attention=auto", "--kernels.gemm=own"});
+  CHECK(attention_backend() == AttentionBackend::kAuto);
+  CHECK(gemm_backend() == GemmBackend::kOwn);
+  run(1, {"--train.steps=2"});
+  CHECK(attention_backend() == AttentionBackend::kOwn);
+  CHECK(gemm_backend() == GemmBackend::kAuto);
 }
 
 TEST_CASE("trainer: in reproducible mode 2 and 4 ranks give the bits of one", "[trainer]") {
