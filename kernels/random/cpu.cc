@@ -12,7 +12,7 @@ namespace {
 using Words64 = tessera::cpu::Vector<uint64_t>;
 
 constexpr int kLanes64 = tessera::cpu::kLanes<uint64_t>;
-constexpr int kBlocks = 16;
+constexpr int kBlocks = 4 * kLanes64;
 constexpr int64_t kWords = 4 * kBlocks;
 static_assert(kPieceCols % kWords == 0);
 
@@ -27,22 +27,36 @@ Words64 multiply_low_halves(Words64 a, uint32_t b) {
 #endif
 }
 
-/// kLanes64 blocks (core/random.h), a lane each: word w of a block is the low half of c[w]; what
-/// stands in the high halves is of no meaning.
-void philox_lanes(PhiloxKey key, Words64 (&c)[4]) {
+Words64 exclusive_or(Words64 a, Words64 b, Words64 c) {
+#if TESSERA_AVX512
+  return (Words64)_mm512_ternarylogic_epi64((__m512i)a, (__m512i)b, (__m512i)c, 0x96);
+#else
+  return a ^ b ^ c;
+#endif
+}
+
+/// kGroups x kLanes64 blocks (core/random.h), a lane each: word w of a block is the low half of
+/// c[group][w]; what stands in the high halves is of no meaning.
+template <int kGroups>
+void philox_lanes(PhiloxKey key, Words64 (&c)[kGroups][4]) {
+#pragma GCC unroll 10
   for (int round = 0; round < 10; ++round) {
-    const Words64 p0 = multiply_low_halves(c[0], 0xD2511F53u);
-    const Words64 p1 = multiply_low_halves(c[2], 0xCD9E8D57u);
-    c[0] = (p1 >> 32) ^ c[1] ^ uint64_t { key.k0 };
-    c[1] = p1;
-    c[2] = (p0 >> 32) ^ c[3] ^ uint64_t { key.k1 };
-    c[3] = p0;
+    const Words64 k0 = Words64{} + key.k0, k1 = Words64{} + key.k1;
+#pragma GCC unroll 4
+    for (int g = 0; g < kGroups; ++g) {
+      const Words64 p0 = multiply_low_halves(c[g][0], 0xD2511F53u);
+      const Words64 p1 = multiply_low_halves(c[g][2], 0xCD9E8D57u);
+      c[g][0] = exclusive_or(p1 >> 32, c[g][1], k0);
+      c[g][1] = p1;
+      c[g][2] = exclusive_or(p0 >> 32, c[g][3], k1);
+      c[g][3] = p0;
+    }
     key.k0 += 0x9E3779B9u;
     key.k1 += 0xBB67AE85u;
   }
 }
 
-/// The words of blocks first_block .. first_block + 15 of row `high`.
+/// The words of kBlocks blocks from first_block on, of row `high`.
 void random_words(PhiloxKey key, uint64_t high, uint64_t first_block, uint32_t* words) {
 #if TESSERA_AVX512
   // Such that the interleaving below, by pairs of lanes, puts blocks in order.
@@ -54,12 +68,18 @@ void random_words(PhiloxKey key, uint64_t high, uint64_t first_block, uint32_t* 
 #define TESSERA_LOW_PAIRS(a, b) __builtin_shufflevector(a, b, 0, 4, 2, 6)
 #define TESSERA_HIGH_PAIRS(a, b) __builtin_shufflevector(a, b, 1, 5, 3, 7)
 #endif
-  for (int b = 0; b < kBlocks; b += kLanes64, words += 4 * kLanes64) {
-    const Words64 low = kOrder + (first_block + static_cast<uint64_t>(b));
-    Words64 c[4] = {low, low >> 32, Words64{} + high, Words64{} + (high >> 32)};
-    philox_lanes(key, c);
+  constexpr int kGroups = kBlocks / kLanes64;
+  Words64 c[kGroups][4];
+  for (int g = 0; g < kGroups; ++g) {
+    const Words64 low = kOrder + (first_block + static_cast<uint64_t>(g * kLanes64));
+    c[g][0] = low, c[g][1] = low >> 32;
+    c[g][2] = Words64{} + high, c[g][3] = Words64{} + (high >> 32);
+  }
+  philox_lanes(key, c);
+  for (int g = 0; g < kGroups; ++g, words += 4 * kLanes64) {
     constexpr uint64_t kLow = 0xffffffffu;
-    const Words64 front = (c[0] & kLow) | c[1] << 32, back = (c[2] & kLow) | c[3] << 32;
+    const Words64 front = (c[g][0] & kLow) | c[g][1] << 32;
+    const Words64 back = (c[g][2] & kLow) | c[g][3] << 32;
     const Words64 pairs[2] = {TESSERA_LOW_PAIRS(front, back), TESSERA_HIGH_PAIRS(front, back)};
     std::memcpy(words, pairs, sizeof pairs);
   }
@@ -189,14 +209,21 @@ void dropout(const Dropout& p) {
     using T = typename decltype(tag)::type;
     using C = ComputeType<T>;
     const C factor = static_cast<C>(p.factor);
+    const auto y_nbytes = static_cast<int64_t>(size_of(p.y_dtype));
     for_pieces(p.rows, p.cols, [&](int64_t row, int64_t begin, int64_t end) {
       uint32_t words[kPieceCols];
       const int64_t count = end - begin, y_at = row * p.y_stride + begin;
       const uint64_t global_row = static_cast<uint64_t>(p.first_row + row);
+      const T* x = static_cast<const T*>(p.x) + row * p.x_stride + begin;
+      const char* y_bytes = static_cast<const char*>(p.y) + y_at * y_nbytes;
       for (int64_t c = 0; c < count; c += kWords) {  // begin is a multiple of kWords
+        // The memory's part of the work meanwhile: x and y arrive while words are made.
+        for (int64_t at = c; at < std::min(c + kWords, count); at += 64 / sizeof(C)) {
+          __builtin_prefetch(x + at);
+          __builtin_prefetch(y_bytes + at * y_nbytes, 1);
+        }
         random_words(p.key, global_row, static_cast<uint64_t>(begin + c) / 4, words + c);
       }
-      const T* x = static_cast<const T*>(p.x) + row * p.x_stride + begin;
       if (p.y_dtype == p.dtype) {
         return drop_piece(static_cast<T*>(p.y) + y_at, x, words, p.threshold, factor, count,
                           p.accumulate);
