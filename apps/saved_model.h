@@ -21,7 +21,9 @@ struct SavedModel {
   std::unique_ptr<Tokenizer> tokenizer;  ///< none if it was trained on token shards
   std::unique_ptr<nn::LanguageModel> model;
 };
-/// InputError that names file and tensor if something is missing, unexpected or of another shape.
+/// From `output.dir` of a run that ended, from a checkpoint, or the newest one of a directory of
+/// them (also DIR/latest). CheckpointError if it is damaged; InputError that names file and tensor
+/// if something is missing, unexpected or of another shape.
 SavedModel load_model(const std::string& dir);
 
 }  // namespace tessera::apps

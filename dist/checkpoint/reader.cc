@@ -3,6 +3,7 @@
 #include <sys/stat.h>
 
 #include <algorithm>
+#include <bit>
 #include <cerrno>
 #include <charconv>
 #include <cstring>
@@ -172,6 +173,26 @@ void CheckpointReader::read(std::string_view name, int64_t begin, int64_t end, v
     std::memcpy(next, data + (begin - slice->begin) * nbytes_each, static_cast<size_t>(nbytes));
     num_bytes_read_ += nbytes;
     next += nbytes;
+    begin = to;
+  }
+}
+
+void CheckpointReader::read_f32(std::string_view name, int64_t begin, int64_t end,
+                                float* dst) const {
+  const TensorRecord* tensor = manifest_.find(name);
+  if (tensor == nullptr || tensor->dtype == kF32) return read(name, begin, end, dst);
+  TESSERA_CHECK_AS(CheckpointError, tensor->dtype == kBF16 || tensor->dtype == kF16,
+                   "{}: tensor {} is {}, expected f32, bf16 or f16", dir_, name, tensor->dtype);
+  constexpr int64_t kNumAtOnce = 65536;
+  std::vector<uint16_t> bits(static_cast<size_t>(std::min(kNumAtOnce, end - begin)));
+  while (begin < end) {
+    const int64_t to = std::min(end, begin + kNumAtOnce);
+    read(name, begin, to, bits.data());
+    for (int64_t i = 0; i < to - begin; ++i) {
+      const uint16_t b = bits[static_cast<size_t>(i)];
+      *dst++ = tensor->dtype == kBF16 ? static_cast<float>(std::bit_cast<BFloat16>(b))
+                                      : static_cast<float>(std::bit_cast<Float16>(b));
+    }
     begin = to;
   }
 }

@@ -36,6 +36,8 @@ class CheckpointReader {
   /// Copies elements [begin, end) of the flattened tensor to `dst`. CheckpointError if there is no
   /// such tensor.
   void read(std::string_view tensor, int64_t begin, int64_t end, void* dst) const;
+  /// The same as f32, of a tensor in f32, bf16 or f16.
+  void read_f32(std::string_view tensor, int64_t begin, int64_t end, float* dst) const;
   /// Bytes of slices that `read` has copied from.
   int64_t num_bytes_read() const { return num_bytes_read_; }
 

@@ -1,0 +1,111 @@
+#include "apps/checkpoint_command.h"
+
+#include <filesystem>
+
+#include "apps/trainer.h"
+#include "dist/checkpoint/reader.h"
+#include "dist/comm/local.h"
+#include "test/temp_dir.h"
+#include "test/testing.h"
+
+using namespace tessera;
+using namespace tessera::apps;
+using tessera::testing::error_of;
+using tessera::testing::read_file;
+using tessera::testing::TempDir;
+
+namespace {
+
+/// What the command prints; its status in `status`.
+std::string output_of(const std::vector<std::string>& arguments, int* status = nullptr) {
+  const TempDir dir;
+  std::FILE* file = std::fopen((dir / "out").c_str(), "w");
+  const int result = checkpoint_command(arguments, file);
+  std::fclose(file);
+  if (status != nullptr) *status = result;
+  return read_file(dir / "out");
+}
+
+/// A short run of 2 ranks with checkpoints of steps 2 and 4.
+void train_example(const TempDir& dir) {
+  std::string text;
+  for (int i = 0; i < 60; ++i) text += "line " + std::to_string(i) + " of a text\n";
+  const Config config =
+      load_config("", std::vector<std::string>{
+                          "--data.text=" + dir.write("text", text), "--output.dir=" + dir / "out",
+                          "--device=cpu", "--model.layers=1", "--model.heads=2", "--model.width=16",
+                          "--model.context=16", "--train.steps=4", "--train.micro_batch=2",
+                          "--train.log_every=1000", "--checkpoint.every=2"});
+  dist::run_ranks(2, [&](dist::World& world) { train(config, world); });
+}
+
+}  // namespace
+
+TEST_CASE("tessera-checkpoint: inspect, verify, export, reshard", "[checkpoint]") {
+  const TempDir dir;
+  train_example(dir);
+  const std::string out = dir / "out";
+  const std::string text = output_of({"inspect", out + "/latest"});
+  CHECK(text.starts_with(out + "/step-00000004\nrun "));
+  for (const char* part :
+       {"written by 2 ranks", "step 4, 256 tokens, next sample 16, 4 samples a step", "2 files, ",
+        "xxh64 as written", "rank-00001.safetensors  ", "parameters/embed.weight  f32 [256, 16]  ",
+        "optimizer/step_count  i64 []  1 slices"}) {
+    CHECK_THAT(text, Catch::Contains(part));
+  }
+  int status = -1;
+  CHECK(output_of({"verify", out}, &status) == output_of({"verify", out + "/step-00000004"}) +
+                                                   output_of({"verify", out + "/step-00000002"}));
+  CHECK(status == 0);
+
+  // The exported directory is one that models are loaded from, the checkpoint itself as well.
+  output_of({"export", out, dir / "exported"});
+  const auto values_of = [](const SavedModel& saved) {
+    std::vector<std::vector<double>> values;
+    for (const auto& p : saved.model->named_parameters()) {
+      values.push_back(p.parameter->tensor.to_vector());
+    }
+    return values;
+  };
+  const auto expected = values_of(load_model(out));
+  CHECK(values_of(load_model(dir / "exported")) == expected);
+  CHECK(load_model(dir / "exported").tokenizer->name() == "byte");
+  CHECK(values_of(load_model(out + "/step-00000004")) == expected);
+  CHECK(values_of(load_model(out + "/latest")) == expected);
+  CHECK(load_model(out + "/step-00000002").tokenizer->name() == "byte");
+  CHECK(values_of(load_model(out + "/step-00000002")) != expected);
+
+  CHECK(output_of({"reshard", out, dir / "five", "--ranks", "5"}) ==
+        dir / "five/step-00000004: 5 files\n");
+  CHECK_THAT(output_of({"verify", dir / "five"}), Catch::Contains(": whole (5 files, "));
+
+  // Damage, and what was left half-written.
+  std::filesystem::create_directory(out + "/step-00000009");
+  std::filesystem::remove(out + "/step-00000002/rank-00000.safetensors");
+  const std::string damaged = output_of({"verify", out}, &status);
+  CHECK(status == 4);
+  CHECK_THAT(damaged, Catch::Contains("step-00000009: incomplete, never used\n") &&
+                          Catch::Contains("step-00000004: whole (2 files, ") &&
+                          Catch::Contains("step-00000002/rank-00000.safetensors: No such file"));
+  CHECK_THAT(
+      error_of([&] {
+        output_of({"inspect", out + "/step-00000002"});
+      }),
+      Catch::Contains("rank-00000.safetensors: No such file or directory, expected a file of "));
+  CHECK_THAT(error_of([&] { load_model(out + "/step-00000002"); }),
+             Catch::Contains("rank-00000.safetensors: No such file"));
+}
+
+TEST_CASE("tessera-checkpoint: the command line", "[checkpoint]") {
+  CHECK_THAT(output_of({"--help"}), Catch::Contains("inspect") && Catch::Contains("reshard"));
+  CHECK_THAT(output_of({"reshard", "--help"}), Catch::Contains("--ranks"));
+  const auto error = [](const std::vector<std::string>& arguments) {
+    return error_of([&] { output_of(arguments); });
+  };
+  CHECK(error({}) == "command line: A subcommand is required (see --help)");
+  CHECK(error({"inspect"}) == "command line: DIR is required (see --help)");
+  CHECK_THAT(error({"reshard", "a", "b", "--ranks", "0"}),
+             Catch::StartsWith("command line: --ranks: Value 0 not in range"));
+  CHECK(error({"verify", "/none"}) ==
+        "/none: no complete checkpoint, expected step directories with a manifest.json");
+}
