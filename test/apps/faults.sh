@@ -107,23 +107,29 @@ signal "F29: SIGUSR1 to mpirun, twice" mpirun USR1 any "failed" 2
 
 # A random rank is killed at a random moment of a run that saves every few steps.
 out="$dir/kills"
-for i in $(seq "$num_kills"); do
+start 3 "$dir/whole3" --train.micro_batch=1  # three ranks add in another order than two
+wait "$launcher"
+mv "$dir/whole" "$dir/whole2" && mv "$dir/whole3" "$dir/whole"
+kills=0 lives=0
+while :; do
   start 3 "$out" --checkpoint.every=3 --checkpoint.keep=2 --resume=auto --train.micro_batch=1
+  lives=$((lives + 1))
   # From the start of the processes to some way into the training.
-  sleep "$(awk -v r=$RANDOM 'BEGIN { print 0.3 + r / 32768 * 2.2 }')"
+  [ "$kills" -ge "$num_kills" ] || sleep "$(awk -v r=$RANDOM 'BEGIN { print 0.3 + r / 32768 * 1.5 }')"
   mapfile -t ranks < <(ranks_of "$out")
-  [ "${#ranks[@]}" -gt 0 ] && kill -KILL "${ranks[$((RANDOM % ${#ranks[@]}))]}" 2>/dev/null
+  if [ "$kills" -lt "$num_kills" ] && [ "${#ranks[@]}" = 3 ] &&
+    kill -KILL "${ranks[$((RANDOM % 3))]}" 2>/dev/null; then
+    kills=$((kills + 1))
+  fi
   wait "$launcher"
+  grep -h "passed over" "$out.log" &&
+    report "kill -9, life $lives" "a checkpoint was not whole" "$out.log"
+  if [ -f "$out/status.json" ] && [ "$(state "$out")" = finished ]; then
+    same "kill -9 of a random rank at a random moment: $kills kills in $lives lives" "$out"
+    [ "$kills" -lt "$num_kills" ] || break
+    rm -rf "$out"
+  fi
 done
-echo "   after $num_kills kills: $(ls -d "$out"/step-* 2>/dev/null | wc -l) checkpoints, $(wc -l <"$out/metrics.jsonl" 2>/dev/null || echo 0) steps"
-grep -h "passed over" "$out.log" && report "kill -9, $num_kills times" "a checkpoint was not whole" "$out.log"
-start 3 "$out" --checkpoint.every=3 --checkpoint.keep=2 --resume=auto --train.micro_batch=1
-wait "$launcher"
-# Three ranks add in another order than two: their own whole run.
-start 3 "$dir/whole3" --train.micro_batch=1
-wait "$launcher"
-mv "$dir/whole" "$dir/whole2" && cp -r "$dir/whole3" "$dir/whole"
-same "kill -9 of a random rank at a random moment, $num_kills times" "$out"
 rm -rf "$dir/whole" && mv "$dir/whole2" "$dir/whole"
 
 # A small disk that fills up in the middle of a save: in a mount of its own where that is allowed.

@@ -1,0 +1,196 @@
+// tessera-bench-checkpoint: what saving costs. Under mpirun -n N: the time of a step, of the copy
+// into host memory, and of a step during which a checkpoint is written; the writer's bytes/s beside
+// `dd` on the same disk. Ends with status 1 if the step that saves takes more than 1.2 normal steps
+// and the copy.
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+#include <vector>
+
+#include "core/autograd.h"
+#include "core/runtime/context.h"
+#include "core/runtime/cpu_check.h"
+#include "dist/checkpoint/writer.h"
+#include "nn/llama.h"
+#include "optim/adamw.h"
+
+namespace tessera {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+double median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  return values[values.size() / 2];
+}
+
+struct Options {
+  std::string dir = "out/bench-checkpoint", device = "auto";
+  int64_t layers = 8, width = 512, vocab = 16384, tokens = 256;
+  int steps = 7, saves = 3;
+};
+
+/// A training whose steps are timed from an idle device to an idle device.
+class Bench {
+ public:
+  Bench(const Options& options, dist::World& world) : options_(options), world_(world) {
+    nn::LlamaConfig c;
+    c.vocab_size = options.vocab;
+    c.context_length = options.tokens;
+    c.num_layers = options.layers;
+    c.num_heads = 8;
+    c.num_kv_heads = 8;
+    c.width = options.width;
+    c.tied = true;
+    {
+      nn::DeferredInit deferred;
+      model_ = std::make_unique<nn::Llama>(c);
+    }
+    fsdp_ = dist::fully_shard(*model_, world, {});
+    fsdp_->initialize(1);
+    optimizer_ = std::make_unique<optim::AdamW>(fsdp_->shards(), optim::AdamWOptions{});
+    std::vector<int32_t> ids;
+    for (int64_t i = 0; i <= options.tokens; ++i) {
+      ids.push_back(static_cast<int32_t>((i * 7919 + world.rank()) % options.vocab));
+    }
+    const std::span<const int32_t> all(ids);
+    inputs_ = from_values(all.first(ids.size() - 1), {1, options.tokens});
+    targets_ = from_values(all.last(ids.size() - 1), {1, options.tokens});
+  }
+
+  dist::TrainingState state() { return {model_.get(), fsdp_.get(), optimizer_.get(), nullptr}; }
+
+  void step() {
+    const Tensor scale = full({}, 1.0 / static_cast<double>(options_.tokens), kF32);
+    LinearCrossEntropyOptions loss;
+    loss.grad_scale = scale;
+    backward(model_->loss(inputs_, targets_, {}, loss).sum, scale);
+    const dist::ClippedNorm clip = fsdp_->clip_grad_norm(1.0);
+    optimizer_->step(1e-4f, clip.factor, clip.found_inf);
+    fsdp_->end_step();
+  }
+  /// Of the slowest rank.
+  template <class F>
+  double seconds(F&& f) {
+    world_.control().barrier();
+    const auto start = Clock::now();
+    f();
+    Context::current()->compute().synchronize();
+    const auto mine = static_cast<int64_t>(since(start) * 1e9);
+    return static_cast<double>(world_.control().max(mine)) * 1e-9;
+  }
+
+ private:
+  const Options& options_;
+  dist::World& world_;
+  std::unique_ptr<nn::Llama> model_;
+  std::unique_ptr<dist::Fsdp> fsdp_;
+  std::unique_ptr<optim::AdamW> optimizer_;
+  Tensor inputs_, targets_;
+};
+
+int run(const Options& options, dist::World& world) {
+  ContextOptions context_options;
+  context_options.device = world.device(options.device);
+  context_options.num_threads = world.num_threads();
+  const auto context = std::make_shared<Context>(context_options);
+  const Context::Scope scope(context);
+  Bench bench(options, world);
+  for (int i = 0; i < 2; ++i) bench.seconds([&] { bench.step(); });
+  std::vector<double> normal, copies, saving, writing, alone;
+  for (int i = 0; i < options.steps; ++i) normal.push_back(bench.seconds([&] { bench.step(); }));
+  dist::Snapshot snapshot(dist::owned_slices(bench.state()));
+  bench.seconds([&] { snapshot.capture(); });  // the memory's first touch
+  for (int i = 0; i < options.saves; ++i) {
+    copies.push_back(bench.seconds([&] { snapshot.capture(); }));
+  }
+  int64_t nbytes = 0;
+  {
+    dist::CheckpointWriter writer(world, bench.state(),
+                                  {.dir = options.dir, .run = "bench", .keep = 1});
+    const auto end = [&] {
+      const std::optional<dist::SaveResult> result = writer.finish();
+      if (!result || !result->error.empty()) throw IoError(result ? result->error : "no save");
+      return *result;
+    };
+    dist::Progress progress;
+    for (int i = 0; i <= options.saves; ++i) {
+      ++progress.step;
+      const double took = bench.seconds([&] {
+        writer.begin(progress);
+        bench.step();
+      });
+      const dist::SaveResult beside = end();
+      ++progress.step;
+      writer.begin(progress);
+      const dist::SaveResult result = end();
+      if (i == 0) continue;  // the first touch of its memory
+      saving.push_back(took);
+      writing.push_back(beside.seconds);
+      alone.push_back(result.seconds);
+      nbytes = result.nbytes;
+    }
+  }
+  // The same bytes by each rank's own dd, at the same time.
+  constexpr int64_t kBlock = int64_t{8} << 20;
+  const int64_t blocks = std::max<int64_t>(1, nbytes / world.world_size() / kBlock);
+  const std::string file = fmt::format("{}/dd.{}", options.dir, world.rank());
+  const std::string command = fmt::format(
+      "dd if=/dev/zero of='{}' bs={} count={} conv=fsync 2>/dev/null", file, kBlock, blocks);
+  int status = 0;
+  const double dd = bench.seconds([&] { status = std::system(command.c_str()); });
+  std::filesystem::remove(file);
+  TESSERA_CHECK_AS(IoError, status == 0, "bench-checkpoint: dd ended with {}", status);
+  world.control().barrier();
+  if (world.rank() == 0) std::filesystem::remove_all(options.dir);
+  const double limit = 1.2 * median(normal) + median(copies);
+  const bool is_good = median(saving) <= limit;
+  if (world.rank() == 0) {
+    const auto mb_per_s = [](int64_t n, double s) { return static_cast<double>(n) / s * 1e-6; };
+    fmt::print("{} ranks, a checkpoint of {:.1f} MB\n", world.world_size(),
+               static_cast<double>(nbytes) * 1e-6);
+    fmt::print("step                 {:8.1f} ms\n", median(normal) * 1e3);
+    fmt::print("copy                 {:8.1f} ms\n", median(copies) * 1e3);
+    fmt::print("step that saves      {:8.1f} ms   limit {:.1f} (1.2 steps and the copy): {}\n",
+               median(saving) * 1e3, limit * 1e3, is_good ? "good" : "too slow");
+    fmt::print("write beside it      {:8.1f} ms   {:.0f} MB/s\n", median(writing) * 1e3,
+               mb_per_s(nbytes, median(writing)));
+    fmt::print("write alone          {:8.1f} ms   {:.0f} MB/s\n", median(alone) * 1e3,
+               mb_per_s(nbytes, median(alone)));
+    fmt::print("dd                   {:8.1f} ms   {:.0f} MB/s\n", dd * 1e3,
+               mb_per_s(blocks * kBlock * world.world_size(), dd));
+    fmt::print(
+        "{{\"bench\": \"checkpoint\", \"ranks\": {}, \"nbytes\": {}, \"step_ms\": {:.1f}, "
+        "\"copy_ms\": {:.1f}, \"saving_step_ms\": {:.1f}, \"write_mb_s\": {:.0f}, \"dd_mb_s\": "
+        "{:.0f}}}\n",
+        world.world_size(), nbytes, median(normal) * 1e3, median(copies) * 1e3,
+        median(saving) * 1e3, mb_per_s(nbytes, median(alone)),
+        mb_per_s(blocks * kBlock * world.world_size(), dd));
+    std::fflush(stdout);
+  }
+  return is_good ? 0 : 1;
+}
+
+}  // namespace
+}  // namespace tessera
+
+int main(int argc, char** argv) {
+  tessera::check_processor();
+  tessera::Options options;
+  CLI::App app("What saving a checkpoint costs.", "tessera-bench-checkpoint");
+  app.add_option("--dir", options.dir, "on the disk to measure; removed at the end");
+  app.add_option("--device", options.device, "auto, cpu or cuda");
+  app.add_option("--layers", options.layers, "of the model: 12 bytes a parameter are saved");
+  app.add_option("--width", options.width, "of the model");
+  app.add_option("--tokens", options.tokens, "a rank and step");
+  CLI11_PARSE(app, argc, argv);
+  return tessera::dist::run_main(
+      argc, argv, [&](tessera::dist::World& world) { return tessera::run(options, world); });
+}

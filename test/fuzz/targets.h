@@ -1,0 +1,25 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+// The parsers of files that nobody vouches for, as functions of bytes: an Error or an answer that
+// is used, whatever the bytes are. Driven by mutate.cc everywhere and by libFuzzer (libfuzzer.sh).
+
+namespace tessera::fuzz {
+
+struct Target {
+  std::string_view name;
+  void (*run)(std::string_view bytes);
+  std::vector<std::string> (*seeds)();  ///< good inputs of several sizes
+};
+
+const std::vector<Target>& targets();
+
+/// Runs the target; an Error is right, anything else passes through. True if the bytes were taken.
+bool accepts(const Target& target, std::string_view bytes);
+
+}  // namespace tessera::fuzz
