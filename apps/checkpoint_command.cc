@@ -5,11 +5,14 @@
 #include <CLI/CLI.hpp>
 #include <filesystem>
 
+#include "apps/options.h"
+#include "apps/tokenizer.h"
 #include "core/check.h"
 #include "core/files.h"
 #include "core/runtime/allocator.h"
 #include "dist/checkpoint/durable_file.h"
 #include "dist/checkpoint/export.h"
+#include "dist/checkpoint/huggingface.h"
 #include "dist/checkpoint/reader.h"
 
 namespace tessera::apps {
@@ -77,16 +80,43 @@ bool verify(const std::string& path, std::FILE* out) {
   return all_whole;
 }
 
-/// A directory that `tessera-generate` takes: parameters, configuration, tokenizer.
-void export_model(const std::string& path, const std::string& target, std::FILE* out) {
+struct ExportOptions {
+  std::string format = "hf";
+  dist::HfWriteOptions hf;
+};
+
+/// The model of a checkpoint without values, for its sizes.
+std::unique_ptr<nn::LanguageModel> model_of(const dist::CheckpointReader& reader,
+                                            const std::string& tokenizer) {
+  const Config config = parse_config(reader.manifest().progress.config, reader.dir() + ": config");
+  const int64_t vocab_size = config.model.vocab != 0 ? config.model.vocab
+                             : fs::exists(tokenizer) ? load_tokenizer(tokenizer)->vocab_size()
+                                                     : 0;
+  const nn::DeferredInit deferred;
+  return make_model(config.model, vocab_size);
+}
+
+/// A directory of Hugging Face's transformers, or one that `tessera-generate` takes.
+void export_model(const std::string& path, const std::string& target, const ExportOptions& options,
+                  std::FILE* out) {
   const dist::CheckpointReader reader(dist::resolve_checkpoint(path));
   check(reader);
+  const std::string tokenizer = (fs::path(reader.dir()).parent_path() / "tokenizer.json").string();
   dist::make_directory_durably(target);
-  dist::export_parameters(reader, target + "/model.safetensors");
-  write_file_atomically(target + "/config.toml", reader.manifest().progress.config);
-  const fs::path tokenizer = fs::path(reader.dir()).parent_path() / "tokenizer.json";
-  if (fs::exists(tokenizer)) {
-    write_file_atomically(target + "/tokenizer.json", MappedFile(tokenizer.string()).text());
+  if (options.format == "hf") {
+    const auto model = model_of(reader, tokenizer);
+    dist::HfWriter writer(target, dist::hf_config_of(*model), options.hf);
+    dist::for_each_parameter(reader,
+                             [&](const std::string& name, const Shape& shape, const float* values) {
+                               writer.write(name, values, shape.numel());
+                             });
+    writer.finish();
+  } else {
+    dist::export_parameters(reader, target + "/model.safetensors");
+    write_file_atomically(target + "/config.toml", reader.manifest().progress.config);
+    if (fs::exists(tokenizer)) {
+      write_file_atomically(target + "/tokenizer.json", MappedFile(tokenizer).text());
+    }
   }
   fmt::print(out, "{}: parameters of step {}\n", target, reader.manifest().progress.step);
 }
@@ -109,10 +139,23 @@ int checkpoint_command(const std::vector<std::string>& arguments, std::FILE* out
   CLI::App* verifies = add("verify",
                            "Checks a checkpoint, or all in a directory; status 4 if one "
                            "is damaged.");
+  ExportOptions export_options;
+  std::string dtype = "f32";
   CLI::App* exports = add("export",
-                          "Writes the parameters: model.safetensors, config.toml, "
-                          "tokenizer.json.");
+                          "Writes the parameters for Hugging Face's transformers, or for "
+                          "tessera-generate.");
   exports->add_option("OUT", target, "the directory to write")->required();
+  exports
+      ->add_option("--format", export_options.format,
+                   "hf: config.json and model.safetensors; tessera: config.toml, "
+                   "model.safetensors (f32), tokenizer.json")
+      ->check(CLI::IsMember({"hf", "tessera"}));
+  exports->add_option("--dtype", dtype, "hf: of the tensors")
+      ->check(CLI::IsMember({"f32", "bf16", "f16"}));
+  exports
+      ->add_option("--max-file-bytes", export_options.hf.max_file_nbytes,
+                   "hf: beyond it, several files and an index")
+      ->check(CLI::Range(int64_t{1}, int64_t{1} << 50));
   CLI::App* reshards = add("reshard", "Writes the same checkpoint as another number of files.");
   reshards->add_option("OUT", target, "the directory for its step directory")->required();
   reshards->add_option("--ranks", num_ranks, "files to write")
@@ -130,7 +173,8 @@ int checkpoint_command(const std::vector<std::string>& arguments, std::FILE* out
   }
   if (inspects->parsed()) inspect(dir, out);
   if (verifies->parsed() && !verify(dir, out)) return CheckpointError("").exit_status();
-  if (exports->parsed()) export_model(dir, target, out);
+  export_options.hf.dtype = dtype == "bf16" ? kBF16 : dtype == "f16" ? kF16 : kF32;
+  if (exports->parsed()) export_model(dir, target, export_options, out);
   if (reshards->parsed()) {
     const dist::CheckpointReader reader(dist::resolve_checkpoint(dir));
     check(reader);

@@ -3,6 +3,7 @@
 #include <filesystem>
 
 #include "apps/trainer.h"
+#include "dist/checkpoint/huggingface.h"
 #include "dist/checkpoint/reader.h"
 #include "dist/comm/local.h"
 #include "test/temp_dir.h"
@@ -59,7 +60,8 @@ TEST_CASE("tessera-checkpoint: inspect, verify, export, reshard", "[checkpoint]"
   CHECK(status == 0);
 
   // The exported directory is one that models are loaded from, the checkpoint itself as well.
-  output_of({"export", out, dir / "exported"});
+  CHECK(output_of({"export", out, dir / "exported", "--format=tessera"}) ==
+        dir / "exported: parameters of step 4\n");
   const auto values_of = [](const SavedModel& saved) {
     std::vector<std::vector<double>> values;
     for (const auto& p : saved.model->named_parameters()) {
@@ -74,6 +76,20 @@ TEST_CASE("tessera-checkpoint: inspect, verify, export, reshard", "[checkpoint]"
   CHECK(values_of(load_model(out + "/latest")) == expected);
   CHECK(load_model(out + "/step-00000002").tokenizer->name() == "byte");
   CHECK(values_of(load_model(out + "/step-00000002")) != expected);
+
+  // For transformers: names and layouts are theirs, the values ours.
+  output_of({"export", out + "/step-00000004", dir / "hf"});
+  const dist::HfReader hf(dir / "hf");
+  const SavedModel model = load_model(out);
+  for (const auto& p : model.model->named_parameters()) {
+    CAPTURE(p.name);
+    std::vector<float> values(static_cast<size_t>(hf.shape_of(p.name).numel()));
+    hf.read(p.name, 0, static_cast<int64_t>(values.size()), values.data());
+    CHECK(std::vector<double>(values.begin(), values.end()) == p.parameter->tensor.to_vector());
+  }
+  output_of({"export", out, dir / "hf16", "--dtype=bf16", "--max-file-bytes=9000"});
+  CHECK(std::filesystem::exists(dir / "hf16/model.safetensors.index.json"));
+  CHECK_NOTHROW(dist::HfReader(dir / "hf16"));
 
   CHECK(output_of({"reshard", out, dir / "five", "--ranks", "5"}) ==
         dir / "five/step-00000004: 5 files\n");
