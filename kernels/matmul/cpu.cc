@@ -88,6 +88,12 @@ struct TileSize {
   int64_t rows = 0, cols = 0, depth = 0;
 };
 
+/// The size of the fewest pieces of at most `most` that are of one size, in whole cache lines.
+int64_t even_piece(int64_t numel, int64_t most) {
+  const int64_t pieces = (numel + most - 1) / most;
+  return ((numel + pieces - 1) / pieces + 63) / 64 * 64;
+}
+
 TileSize tile_size(const Matmul& p) {
   if (p.num_batches != 1 || p.bias != nullptr || p.trans_b) return {};
   if (p.dtype == kF32) {
@@ -97,7 +103,7 @@ TileSize tile_size(const Matmul& p) {
   }
   // An f32 gradient of a weight: a tile's columns of dy fit the second cache level.
   if (p.c_dtype != kF32 || !p.trans_a || p.k < 256 || p.m < 768 || p.n < 768) return {};
-  return {192, 768, p.m > 16384 ? 512 : 1024};
+  return {even_piece(p.m, 192), even_piece(p.n, 1024), p.m > 16384 ? 512 : 1024};
 }
 
 OnednnMatmul onednn_call(const Matmul& p) {
