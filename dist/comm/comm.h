@@ -52,8 +52,10 @@ class Comm {
   virtual void reduce_scatter(const Stream& stream, void* shard, const void* full,
                               int64_t shard_numel, DType wire, DType out, bool accumulate,
                               void* staging, const CollectiveInfo& info = {}) = 0;
-  /// Bytes of scratch that `reduce_scatter` needs at `staging` (null if 0).
-  virtual int64_t reduce_scatter_staging_nbytes(int64_t shard_numel, DType wire) const = 0;
+  /// Bytes of scratch that `reduce_scatter` needs at `staging` (null if 0), less if `full` is
+  /// memory of `allocate`, which it then has to be on all ranks.
+  virtual int64_t reduce_scatter_staging_nbytes(int64_t shard_numel, DType wire,
+                                                bool full_is_allocated = false) const = 0;
 
   /// data = sum over ranks in the tree of reduce_scatter, the same bits on every rank.
   virtual void all_reduce(const Stream& stream, void* data, int64_t numel, DType dtype,
@@ -68,8 +70,9 @@ class Comm {
   virtual void broadcast(const Stream& stream, void* data, int64_t nbytes, int root,
                          const CollectiveInfo& info = {}) = 0;
 
-  /// Memory for ring slots and shards that this communicator moves best (own bytes of the current
-  /// stream). Collective: all ranks call it in the same order with the same `nbytes`.
+  /// Memory for ring slots and shards that the communicators of this World move best: on the CPU,
+  /// memory that the ranks of a node share and read in place (own bytes of the current stream).
+  /// Collective: all ranks call it in the same order with the same `nbytes`.
   virtual std::shared_ptr<Storage> allocate(int64_t nbytes, MemoryClass memory_class) = 0;
 
   /// The ranks with the same color (>= 0), ordered by (key, rank). Collective.

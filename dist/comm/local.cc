@@ -236,7 +236,7 @@ class LocalTransport final : public HostTransport {
     leave(end);
   }
 
-  int64_t reduce_scatter_staging_nbytes(int64_t, DType) const override { return 0; }
+  int64_t reduce_scatter_staging_nbytes(int64_t, DType, bool) const override { return 0; }
   int64_t all_reduce_staging_nbytes(int64_t, DType) const override { return 0; }
 
   std::shared_ptr<HostTransport> split(int color, int key) override {

@@ -7,6 +7,7 @@
 #include <atomic>
 #include <bit>
 #include <chrono>
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -16,9 +17,14 @@
 #include "core/log.h"
 #include "dist/comm/backend.h"
 #include "dist/comm/control.h"
+#include "dist/comm/node_memory.h"
 #include "dist/comm/world.h"
 
 // [Note: Collectives over MPI]
+// Ranks of one node read each other's buffers in memory that they share ([Note: Memory that ranks
+// of a node share]); the rest are messages: to ranks of other nodes, and of buffers that are too
+// large to be carried along and lie elsewhere.
+//
 // Messages between pairs of ranks as raw bytes (MPI has no bf16) and sums of our own
 // ([Note: Tree over ranks]): the same bits as thread ranks. Each communicator has an MPI
 // communicator of its own, on which messages of successive collectives match in order. MPI waits by
@@ -74,6 +80,19 @@ class MpiDomain {
     const std::lock_guard lock(mutex_);
     comms_.push_back(comm);
   }
+  // The memory that ranks of this node share, if they do, and which nodes all ranks are on.
+  void set_node(std::shared_ptr<NodeMemory> memory, int node_rank, std::vector<int> node_of) {
+    memory_ = std::move(memory);
+    node_rank_ = node_rank;
+    node_of_ = std::move(node_of);
+  }
+  const std::shared_ptr<NodeMemory>& memory() const { return memory_; }
+  int node_rank() const { return node_rank_; }
+  int node_of(int world_rank) const { return node_of_[static_cast<size_t>(world_rank)]; }
+  void throw_if_aborted() const {
+    if (is_aborted()) throw CommError(reason());
+  }
+
   void free_comms() {
     const std::lock_guard lock(mutex_);
     for (MPI_Comm& comm : comms_) MPI_Comm_free(&comm);
@@ -85,6 +104,9 @@ class MpiDomain {
   std::atomic<bool> is_aborted_{false};
   std::string reason_;
   std::vector<MPI_Comm> comms_;
+  std::shared_ptr<NodeMemory> memory_;
+  int node_rank_ = 0;
+  std::vector<int> node_of_;  // by rank of the world
 };
 
 using Clock = std::chrono::steady_clock;
@@ -131,40 +153,78 @@ class MpiTransport final : public HostTransport {
         sources_(static_cast<size_t>(world_size)) {
     MPI_Comm_set_errhandler(comm_, MPI_ERRORS_RETURN);
     domain_->add(comm_);
+    meet_node();
   }
 
   void all_gather(void* full, const void* shard, int64_t shard_nbytes) override {
     std::byte* const out = static_cast<std::byte*>(full);
-    exchange(
-        [&](int r) {
-          return Piece{out + r * shard_nbytes, shard_nbytes};
-        },
-        [&](int) {
-          return ConstPiece{shard, shard_nbytes};
-        });
-    std::byte* const own = out + rank() * shard_nbytes;
-    if (own != shard && shard_nbytes > 0) {
-      std::memcpy(own, shard, static_cast<size_t>(shard_nbytes));
+    const auto in_piece = [&](int r) { return Piece{out + r * shard_nbytes, shard_nbytes}; };
+    const auto out_piece = [&](int) { return ConstPiece{shard, shard_nbytes}; };
+    exchange(Peers::kFar, in_piece, out_piece);
+    bool by_memory = false;
+    if (board_ != nullptr) {
+      board_->enter({tag(), "all_gather", shard_nbytes, 0, shard, shard_nbytes});
+      by_memory = board_->all_have_data();
+      if (!by_memory) exchange(Peers::kNear, in_piece, out_piece);
+    }
+    copy(out + rank() * shard_nbytes, shard, shard_nbytes);
+    if (by_memory) {
+      for_each_near([&](int r, int place) {  // each starts elsewhere: less contention
+        copy(out + r * shard_nbytes, board_->data(place), shard_nbytes);
+      });
     }
     wait_all();
+    if (by_memory) end_reading(shard_nbytes);
   }
 
   void reduce_scatter(const ReduceScatterCall& call) override {
     const int64_t nbytes = call.shard_numel * static_cast<int64_t>(size_of(call.wire));
+    const int64_t full_nbytes = nbytes * world_size();
     const std::byte* const full = static_cast<const std::byte*>(call.full);
-    exchange([&](int r) { return staged(call.staging, r, nbytes); },
-             [&](int r) {
-               return ConstPiece{full + r * nbytes, nbytes};
-             });
+    bool by_memory = false;
+    if (board_ != nullptr) {
+      board_->enter(
+          {tag(), "reduce_scatter", nbytes, static_cast<int>(call.wire), full, full_nbytes});
+      by_memory = board_->all_have_data();
+      if (!by_memory && !board_->none_has_data()) {
+        throw CommError("reduce_scatter: `full` is memory of Comm::allocate on some ranks only");
+      }
+    }
+    // Messages come to places in the staging buffer, in rank order without a gap.
+    const auto is_message = [&](int r) { return r != rank() && !(by_memory && is_near(r)); };
+    int64_t staged_nbytes = 0;
+    for (int r = 0; r < world_size(); ++r) {
+      if (!is_message(r) || nbytes == 0) continue;
+      if (call.staging == nullptr) {
+        throw CommError("reduce_scatter: no staging, and `full` is not memory of Comm::allocate");
+      }
+      sources_[static_cast<size_t>(r)] = static_cast<std::byte*>(call.staging) + staged_nbytes;
+      staged_nbytes += nbytes;
+    }
+    exchange(
+        by_memory ? Peers::kFar : Peers::kAll,
+        [&](int r) {
+          return Piece{const_cast<void*>(sources_[static_cast<size_t>(r)]), nbytes};
+        },
+        [&](int r) {
+          return ConstPiece{full + r * nbytes, nbytes};
+        });
+    if (by_memory) {
+      for_each_near([&](int r, int near) {
+        sources_[static_cast<size_t>(r)] =
+            static_cast<const std::byte*>(board_->data(near)) + rank() * nbytes;
+      });
+    }
     wait_all();
-    reduce({.dst = call.shard,
-            .sources = sources_.data(),
-            .num_sources = world_size(),
-            .numel = call.shard_numel,
-            .src_dtype = call.wire,
-            .dst_dtype = call.out,
-            .accumulate = call.accumulate},
-           full + rank() * nbytes, call.staging, nbytes);
+    sources_[static_cast<size_t>(rank())] = full + rank() * nbytes;
+    tree_reduce({.dst = call.shard,
+                 .sources = sources_.data(),
+                 .num_sources = world_size(),
+                 .numel = call.shard_numel,
+                 .src_dtype = call.wire,
+                 .dst_dtype = call.out,
+                 .accumulate = call.accumulate});
+    if (by_memory) end_reading(full_nbytes);
   }
 
   void all_reduce(const AllReduceCall& call) override {
@@ -177,12 +237,19 @@ class MpiTransport final : public HostTransport {
                     .src_dtype = call.dtype,
                     .dst_dtype = call.dtype,
                     .reduction = call.reduction};
+    if (is_one_node()) {
+      const int64_t nbytes = call.numel * item;
+      board_->enter({tag(), call.reduction == Reduction::kSum ? "all_reduce" : "all_reduce_max",
+                     nbytes, static_cast<int>(call.dtype), data, nbytes});
+      if (board_->all_have_data()) return reduce_in_memory(args, item);
+    }
     if (is_one_hop(call.numel * item)) {
       const int64_t nbytes = call.numel * item;
-      exchange([&](int r) { return staged(call.staging, r, nbytes); },
-               [&](int) {
-                 return ConstPiece{data, nbytes};
-               });
+      exchange(
+          Peers::kAll, [&](int r) { return staged(call.staging, r, nbytes); },
+          [&](int) {
+            return ConstPiece{data, nbytes};
+          });
       wait_all();
       reduce(args, data, call.staging, nbytes);
       return;
@@ -191,6 +258,7 @@ class MpiTransport final : public HostTransport {
     const auto begin_of = [&](int r) { return std::min(r * chunk, call.numel) * item; };
     const auto nbytes_of = [&](int r) { return begin_of(r + 1) - begin_of(r); };
     exchange(
+        Peers::kAll,
         [&](int r) {
           return Piece{staged(call.staging, r, chunk * item).data, nbytes_of(rank())};
         },
@@ -202,6 +270,7 @@ class MpiTransport final : public HostTransport {
     args.numel = nbytes_of(rank()) / item;
     reduce(args, args.dst, call.staging, chunk * item);
     exchange(
+        Peers::kAll,
         [&](int r) {
           return Piece{data + begin_of(r), nbytes_of(r)};
         },
@@ -213,6 +282,13 @@ class MpiTransport final : public HostTransport {
 
   // A binomial tree: after each round twice as many ranks have the bytes.
   void broadcast(void* data, int64_t nbytes, int root) override {
+    if (is_one_node()) {
+      board_->enter({tag(), "broadcast", nbytes, root, data, rank() == root ? nbytes : 0});
+      if (board_->has_data(root)) {
+        if (rank() != root) copy(data, board_->data(root), nbytes);
+        return end_reading(nbytes);
+      }
+    }
     const int place = (rank() - root + world_size()) % world_size();
     const auto rank_of = [&](int p) { return (p + root) % world_size(); };
     int reach = 1;  // the lowest set bit of place, or the first power of two beyond the world
@@ -227,8 +303,12 @@ class MpiTransport final : public HostTransport {
     wait_all();
   }
 
-  int64_t reduce_scatter_staging_nbytes(int64_t shard_numel, DType wire) const override {
-    return (world_size() - 1) * shard_numel * static_cast<int64_t>(size_of(wire));
+  int64_t reduce_scatter_staging_nbytes(int64_t shard_numel, DType wire,
+                                        bool full_is_allocated) const override {
+    const bool by_memory = full_is_allocated && board_ != nullptr;
+    const int num_others =
+        world_size() - (by_memory ? static_cast<int>(board_->ranks().size()) : 1);
+    return num_others * shard_numel * static_cast<int64_t>(size_of(wire));
   }
 
   int64_t all_reduce_staging_nbytes(int64_t numel, DType dtype) const override {
@@ -252,6 +332,11 @@ class MpiTransport final : public HostTransport {
     return std::make_shared<MpiTransport>(comm, rank, world_size, domain_);
   }
 
+  std::shared_ptr<MemoryBackend> shared_memory() const override { return domain_->memory(); }
+  bool is_shared(const void* data) const override {
+    return domain_->memory() != nullptr && domain_->memory()->offset_of(data) >= 0;
+  }
+
   void abort(const std::string& reason) noexcept override { domain_->abort(reason); }
   std::string abort_reason() const override {
     return domain_->is_aborted() ? domain_->reason() : std::string();
@@ -268,6 +353,99 @@ class MpiTransport final : public HostTransport {
     int64_t nbytes;
   };
 
+  enum class Peers { kNear, kFar, kAll };
+
+  // Finds the ranks on this node that share memory and makes the board they meet at. Collective.
+  void meet_node() {
+    if (domain_->memory() == nullptr) {
+      near_place_.assign(static_cast<size_t>(world_size()), -1);
+      return;
+    }
+    struct Place {
+      int node, node_rank;
+      int64_t part;
+    };
+    NodeMemory& memory = *domain_->memory();
+    int world_rank = 0;
+    TESSERA_MPI_CHECK(MPI_Comm_rank(MPI_COMM_WORLD, &world_rank));
+    const Place mine{domain_->node_of(world_rank), domain_->node_rank(),
+                     NodeBoard::make_part(memory)};
+    std::vector<Place> all(static_cast<size_t>(world_size()));
+    TESSERA_MPI_CHECK(
+        MPI_Allgather(&mine, sizeof mine, MPI_BYTE, all.data(), sizeof mine, MPI_BYTE, comm_));
+    std::vector<int> ranks, node_ranks;
+    std::vector<int64_t> parts;
+    for (int r = 0; r < world_size(); ++r) {
+      const Place& place = all[static_cast<size_t>(r)];
+      near_place_.push_back(place.node == mine.node ? static_cast<int>(ranks.size()) : -1);
+      if (place.node != mine.node) continue;
+      ranks.push_back(r);
+      node_ranks.push_back(place.node_rank);
+      parts.push_back(place.part);
+    }
+    if (ranks.size() < 2) {
+      near_place_.assign(static_cast<size_t>(world_size()), -1);
+      return;
+    }
+    const int me = near_place_[static_cast<size_t>(rank())];
+    board_ = std::make_unique<NodeBoard>(memory, std::move(ranks), std::move(node_ranks),
+                                         std::move(parts), me,
+                                         [domain = domain_] { domain->throw_if_aborted(); });
+  }
+
+  bool is_near(int r) const { return near_place_[static_cast<size_t>(r)] >= 0; }
+  bool is_one_node() const {
+    return board_ != nullptr && static_cast<int>(board_->ranks().size()) == world_size();
+  }
+
+  // Calls f(rank, place on the board) for the others on this node.
+  template <class F>
+  void for_each_near(const F& f) const {
+    for (int i = 1; i < world_size(); ++i) {
+      const int r = (rank() + i) % world_size();
+      if (is_near(r)) f(r, near_place_[static_cast<size_t>(r)]);
+    }
+  }
+
+  // Others may change their buffers once all have read. What was carried may be read on.
+  void end_reading(int64_t data_nbytes) {
+    if (data_nbytes > NodeBoard::kInlineNbytes) board_->meet();
+  }
+
+  static void copy(void* dst, const void* src, int64_t nbytes) {
+    if (dst != src && nbytes > 0) std::memcpy(dst, src, static_cast<size_t>(nbytes));
+  }
+
+  // All ranks are on this node, and their data can be read.
+  void reduce_in_memory(TreeReduce& args, int64_t item) {
+    const int64_t numel = args.numel;
+    std::byte* const data = static_cast<std::byte*>(args.dst);
+    const auto set_sources = [&](int64_t offset) {
+      for (int r = 0; r < world_size(); ++r) {
+        sources_[static_cast<size_t>(r)] = static_cast<const std::byte*>(board_->data(r)) + offset;
+      }
+    };
+    if (numel * item <= NodeBoard::kInlineNbytes) {
+      set_sources(0);
+      return tree_reduce(args);
+    }
+    // Rank r writes chunk r of its own data, which no other rank reads before the next meeting.
+    const int64_t chunk = chunk_numel(numel);
+    const auto begin_of = [&](int r) { return std::min(r * chunk, numel); };
+    const int64_t begin = begin_of(rank());
+    set_sources(begin * item);
+    args.dst = data + begin * item;
+    args.numel = begin_of(rank() + 1) - begin;
+    tree_reduce(args);
+    board_->meet();
+    for_each_near([&](int r, int place) {
+      const int64_t offset = begin_of(r) * item;
+      copy(data + offset, static_cast<const std::byte*>(board_->data(place)) + offset,
+           begin_of(r + 1) * item - offset);
+    });
+    board_->meet();
+  }
+
   int64_t chunk_numel(int64_t numel) const { return (numel + world_size() - 1) / world_size(); }
   bool is_one_hop(int64_t nbytes) const { return nbytes * world_size() <= kOneHopBytes; }
 
@@ -283,16 +461,19 @@ class MpiTransport final : public HostTransport {
     tree_reduce(args);
   }
 
-  // Starts receiving from, and sending to, every other rank.
+  // Starts receiving from, and sending to, other ranks.
   template <class In, class Out>
-  void exchange(const In& in, const Out& out) {
+  void exchange(Peers peers, const In& in, const Out& out) {
+    const auto is_meant = [&](int r) {
+      return peers == Peers::kAll || is_near(r) == (peers == Peers::kNear);
+    };
     for (int i = 1; i < world_size(); ++i) {
       const int from = (rank() - i + world_size()) % world_size();
-      receive(in(from), from);
+      if (is_meant(from)) receive(in(from), from);
     }
     for (int i = 1; i < world_size(); ++i) {
       const int to = (rank() + i) % world_size();
-      send(out(to), to);
+      if (is_meant(to)) send(out(to), to);
     }
   }
 
@@ -396,7 +577,9 @@ class MpiTransport final : public HostTransport {
   const MPI_Comm comm_;
   const int num_hash_bits_;
   const std::shared_ptr<MpiDomain> domain_;
-  int64_t tagged_sequence_ = -1;  // whose message tag follows
+  std::unique_ptr<NodeBoard> board_;  // null where nobody shares memory
+  std::vector<int> near_place_;       // by rank: the place on the board, or -1
+  int64_t tagged_sequence_ = -1;      // whose message tag follows
   int message_tag_ = 0;
   std::map<int, std::string> names_;  // of the calls so far, by the bits of their hashes
   std::vector<MPI_Request> requests_;
@@ -440,12 +623,54 @@ class MpiBackend final : public WorldBackend {
   }
 
  private:
-  void find_place_on_node() {
+  // Ranks of the same node, or, for tests, TESSERA_RANKS_PER_NODE of them that pretend to be alone;
+  // with 1 nobody shares memory.
+  static MPI_Comm split_node() {
     MPI_Comm node;
-    TESSERA_MPI_CHECK(MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, place_.rank,
-                                          MPI_INFO_NULL, &node));
+    TESSERA_MPI_CHECK(
+        MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &node));
+    const char* pretended = std::getenv("TESSERA_RANKS_PER_NODE");
+    const int ranks_per_node = pretended != nullptr ? std::atoi(pretended) : 0;
+    if (ranks_per_node < 1) return node;
+    int rank = 0;
+    TESSERA_MPI_CHECK(MPI_Comm_rank(node, &rank));
+    MPI_Comm part;
+    TESSERA_MPI_CHECK(MPI_Comm_split(node, rank / ranks_per_node, rank, &part));
+    MPI_Comm_free(&node);
+    return part;
+  }
+
+  // Maps the memory of all ranks of the node into each of them; if one cannot, none does.
+  void share_memory(MPI_Comm node) {
+    int first = place_.rank;  // the node's name
+    TESSERA_MPI_CHECK(MPI_Bcast(&first, 1, MPI_INT, 0, node));
+    std::vector<int> node_of(static_cast<size_t>(place_.world_size));
+    TESSERA_MPI_CHECK(
+        MPI_Allgather(&first, 1, MPI_INT, node_of.data(), 1, MPI_INT, MPI_COMM_WORLD));
+    auto memory = std::make_shared<NodeMemory>(place_.local_size);
+    std::vector<NodeMemory::Handle> handles(static_cast<size_t>(place_.local_size));
+    TESSERA_MPI_CHECK(MPI_Allgather(&memory->handle(), sizeof(NodeMemory::Handle), MPI_BYTE,
+                                    handles.data(), sizeof(NodeMemory::Handle), MPI_BYTE, node));
+    int is_connected = 1;
+    for (int r = 0; r < place_.local_size && is_connected != 0; ++r) {
+      is_connected = memory->connect(r, handles[static_cast<size_t>(r)]) ? 1 : 0;
+    }
+    if (is_connected == 0) {
+      log_warning("ranks of this node exchange messages, since they cannot share memory: {}",
+                  memory->why_not());
+    }
+    // All ranks of the world decide alike: making communicators is collective.
+    TESSERA_MPI_CHECK(
+        MPI_Allreduce(MPI_IN_PLACE, &is_connected, 1, MPI_INT, MPI_MIN, MPI_COMM_WORLD));
+    if (is_connected == 0) memory = nullptr;
+    domain_->set_node(std::move(memory), place_.local_rank, std::move(node_of));
+  }
+
+  void find_place_on_node() {
+    MPI_Comm node = split_node();
     TESSERA_MPI_CHECK(MPI_Comm_rank(node, &place_.local_rank));
     TESSERA_MPI_CHECK(MPI_Comm_size(node, &place_.local_size));
+    if (place_.world_size > 1) share_memory(node);
     cpu_set_t mine;
     CPU_ZERO(&mine);
     sched_getaffinity(0, sizeof(mine), &mine);

@@ -333,7 +333,7 @@ class NcclComm final : public Comm {
     const int64_t nbytes = nbytes_of(shard_numel, wire);
     Cost cost(static_cast<double>(shard_numel) * (world_size() - 1 + (accumulate ? 1 : 0)));
     cost.read(full, nbytes * world_size())
-        .write(staging, reduce_scatter_staging_nbytes(shard_numel, wire))
+        .write(staging, reduce_scatter_staging_nbytes(shard_numel, wire, false))
         .write_or_accumulate(shard, nbytes_of(shard_numel, out), accumulate);
     const bool is_native = current_options().native_reduce_scatter && wire == out && !accumulate;
     run(stream, "reduce_scatter", nbytes * world_size(), info, cost, [&] {
@@ -366,7 +366,7 @@ class NcclComm final : public Comm {
     });
   }
 
-  int64_t reduce_scatter_staging_nbytes(int64_t shard_numel, DType wire) const override {
+  int64_t reduce_scatter_staging_nbytes(int64_t shard_numel, DType wire, bool) const override {
     return (world_size() - 1) * nbytes_of(shard_numel, wire);
   }
 

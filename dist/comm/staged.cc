@@ -48,7 +48,7 @@ class StagedComm final : public Comm {
     const int64_t full_nbytes = nbytes_of(shard_numel, wire) * world_size();
     const int64_t shard_nbytes = nbytes_of(shard_numel, out);
     char* host = buffer(aligned(full_nbytes) + aligned(shard_nbytes) +
-                        state_->transport->reduce_scatter_staging_nbytes(shard_numel, wire));
+                        state_->transport->reduce_scatter_staging_nbytes(shard_numel, wire, false));
     char* host_shard = host + aligned(full_nbytes);
     std::vector<Copy> inputs = {{host, full, full_nbytes}};
     if (accumulate) inputs.push_back({host_shard, shard, shard_nbytes});
@@ -60,7 +60,7 @@ class StagedComm final : public Comm {
         {{shard, host_shard, shard_nbytes}}, [call](HostTransport& t) { t.reduce_scatter(call); });
   }
   // Staging is in host memory.
-  int64_t reduce_scatter_staging_nbytes(int64_t, DType) const override { return 0; }
+  int64_t reduce_scatter_staging_nbytes(int64_t, DType, bool) const override { return 0; }
   int64_t all_reduce_staging_nbytes(int64_t, DType) const override { return 0; }
 
   void all_reduce(const Stream& stream, void* data, int64_t numel, DType dtype, void*,

@@ -78,16 +78,21 @@ void HostComm::reduce_scatter(const Stream& stream, void* shard, const void* ful
                       "reduce_scatter: wire and out must be floating, got {} and {}", wire, out);
   const int64_t full_nbytes = nbytes_of(shard_numel, wire) * world_size();
   Cost cost(static_cast<double>(shard_numel) * (world_size() - 1 + (accumulate ? 1 : 0)));
+  const int64_t staging_nbytes =
+      staging == nullptr
+          ? 0
+          : reduce_scatter_staging_nbytes(shard_numel, wire, transport_->is_shared(full));
   cost.read(full, full_nbytes)
-      .write(staging, reduce_scatter_staging_nbytes(shard_numel, wire))
+      .write(staging, staging_nbytes)
       .write_or_accumulate(shard, nbytes_of(shard_numel, out), accumulate);
   const ReduceScatterCall call{shard, full, shard_numel, wire, out, accumulate, staging};
   enqueue(stream, "reduce_scatter", full_nbytes, info, cost,
           [call](HostTransport& t) { t.reduce_scatter(call); });
 }
 
-int64_t HostComm::reduce_scatter_staging_nbytes(int64_t shard_numel, DType wire) const {
-  return transport_->reduce_scatter_staging_nbytes(shard_numel, wire);
+int64_t HostComm::reduce_scatter_staging_nbytes(int64_t shard_numel, DType wire,
+                                                bool full_is_allocated) const {
+  return transport_->reduce_scatter_staging_nbytes(shard_numel, wire, full_is_allocated);
 }
 
 void HostComm::all_reduce(const Stream& stream, void* data, int64_t numel, DType dtype,
@@ -130,7 +135,12 @@ void HostComm::broadcast(const Stream& stream, void* data, int64_t nbytes, int r
 std::shared_ptr<Storage> HostComm::allocate(int64_t nbytes, MemoryClass memory_class) {
   auto storage =
       std::make_shared<Storage>(static_cast<size_t>(nbytes), Context::current()->device());
-  if (nbytes > 0) storage->materialize(memory_class);
+  if (nbytes == 0) return storage;
+  if (auto shared = transport_->shared_memory()) {
+    storage->materialize_segment(std::move(shared), memory_class);
+  } else {
+    storage->materialize(memory_class);
+  }
   return storage;
 }
 

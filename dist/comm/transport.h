@@ -73,8 +73,13 @@ class HostTransport {
   virtual void reduce_scatter(const ReduceScatterCall& call) = 0;
   virtual void all_reduce(const AllReduceCall& call) = 0;
   virtual void broadcast(void* data, int64_t nbytes, int root) = 0;
-  virtual int64_t reduce_scatter_staging_nbytes(int64_t shard_numel, DType wire) const = 0;
+  virtual int64_t reduce_scatter_staging_nbytes(int64_t shard_numel, DType wire,
+                                                bool full_is_allocated) const = 0;
   virtual int64_t all_reduce_staging_nbytes(int64_t numel, DType dtype) const = 0;
+
+  /// Memory that other ranks can read where it lies; null if there is none.
+  virtual std::shared_ptr<MemoryBackend> shared_memory() const { return nullptr; }
+  virtual bool is_shared(const void*) const { return false; }
 
   virtual std::shared_ptr<HostTransport> split(int color, int key) = 0;
   virtual void abort(const std::string& reason) noexcept = 0;
@@ -101,7 +106,8 @@ class HostComm final : public Comm {
   void reduce_scatter(const Stream& stream, void* shard, const void* full, int64_t shard_numel,
                       DType wire, DType out, bool accumulate, void* staging,
                       const CollectiveInfo& info) override;
-  int64_t reduce_scatter_staging_nbytes(int64_t shard_numel, DType wire) const override;
+  int64_t reduce_scatter_staging_nbytes(int64_t shard_numel, DType wire,
+                                        bool full_is_allocated) const override;
   void all_reduce(const Stream& stream, void* data, int64_t numel, DType dtype, void* staging,
                   const CollectiveInfo& info) override;
   void all_reduce_max(const Stream& stream, void* data, int64_t numel, DType dtype, void* staging,

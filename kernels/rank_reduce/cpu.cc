@@ -47,13 +47,14 @@ template <class C, class T, class Lanes>
 inline void store_rounded(T* p, Vector<C> value, Lanes lanes) {
   if constexpr (std::is_same_v<T, C>) {
     copy_lanes(p, value, lanes);
+#if TESSERA_AVX512
   } else if constexpr (std::is_same_v<T, BFloat16>) {
-    typedef uint32_t Bits __attribute__((vector_size(tessera::cpu::kVectorBytes)));
-    typedef uint16_t Half __attribute__((vector_size(tessera::cpu::kVectorBytes / 2)));
+    typedef uint32_t Bits __attribute__((vector_size(64)));
     const auto bits = (Bits)value;
     const Bits rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
     const Bits result = value != value ? bits >> 16 | 0x40 : rounded;
-    copy_lanes(p, __builtin_convertvector(result, Half), lanes);
+    copy_lanes(p, _mm512_maskz_cvtepi32_epi16(tessera::cpu::kEveryLane, (__m512i)result), lanes);
+#endif
   } else {
     store_lanes<C>(p, value, lanes);
   }
