@@ -97,7 +97,7 @@ class CheckpointWriter::Thread {
     changed_.notify_all();
   }
   void run() {
-    constexpr int kNice = 10;
+    constexpr int kNice = 15;
     ::setpriority(PRIO_PROCESS, static_cast<id_t>(::syscall(SYS_gettid)), kNice);
     for (;;) {
       std::function<void()> job;
