@@ -116,7 +116,7 @@ TEST_CASE("checkpoint: every strategy, wrapping and offload loads every other's"
       {"hybrid_shard_zero2", strategy(Strategy::kHybridShardZero2)},
       {"whole_model", [](FsdpRun& run) { run.fsdp.wrap = dist::wrap::whole_model(); }},
       {"every_n_blocks", [](FsdpRun& run) { run.fsdp.wrap = dist::wrap::every_n_blocks(2); }},
-      {"min_num_params", [](FsdpRun& run) { run.fsdp.wrap = dist::wrap::min_num_params(4000); }},
+      {"min_num_params", [](FsdpRun& run) { run.fsdp.wrap = dist::wrap::min_num_params(1000); }},
       {"offload optimizer",
        [](FsdpRun& run) {
          run.fsdp.offload = dist::Offload::kOptimizer;
