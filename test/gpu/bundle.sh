@@ -10,14 +10,13 @@ cd "$(dirname "$0")/../.."
 build=${TESSERA_BUILD:-build-gpu}
 max_mib=60
 programs=(test/cuda/tessera-test-cuda test/cuda/tessera-test-ops test/cuda/tessera-test-ptx
-  apps/tessera-bench-kernels
-  apps/tessera-bench-train apps/tessera-train)
+  apps/tessera-bench-kernels apps/tessera-bench-train)
 
 # Libraries are looked for beside the programs first, those of libraries as well.
 settings=(-Dmpi=disabled -Dcuda=enabled -Dgpu_arch=90 -Dsimd=portable
   '-Dcpp_link_args=-Wl,-rpath,$ORIGIN/../lib,--disable-new-dtags' "$@")
 if [ -f "$build/build.ninja" ]; then
-  meson setup --reconfigure "$build" "${settings[@]}"
+  meson configure "$build" "${settings[@]}"
 else
   meson setup "$build" "${settings[@]}"
 fi
