@@ -231,10 +231,8 @@ void Scheduler::make_units(nn::Module& root) {
 void Scheduler::make_pools() {
   const auto make = [this](int64_t nbytes, int num_slots, Comm* comm) {
     const auto allocate = [this, comm](int64_t n) {
-      if (comm != nullptr) return comm->allocate(n, MemoryClass::kGathered);
-      auto memory = std::make_shared<Storage>(static_cast<size_t>(n), lanes_.compute.device());
-      memory->materialize(MemoryClass::kGathered);
-      return memory;
+      return comm != nullptr ? comm->allocate(n, MemoryClass::kGathered)
+                             : lanes_.allocate(n, MemoryClass::kGathered);
     };
     pools_.push_back(std::make_unique<SlotPool>(nbytes, num_slots, allocate, comm != nullptr));
     return pools_.back().get();
@@ -291,6 +289,8 @@ void Scheduler::make_pools() {
     lanes_.offloader->make_gradient_ring(numel);
   }
   // Scratch of the reduces: one of each, used in the order of its stream.
+  const bool has_host_gradients =  // sent from a ring of the offloader's own
+      lanes_.offloader != nullptr && lanes_.offloader->has_gradients();
   int64_t staging = 0, replicate_staging = 0, wire = 0, partial = 0;
   for (const auto& u : units_) {
     for (const Group& g : u->groups()) {
@@ -301,13 +301,13 @@ void Scheduler::make_pools() {
       }
       if (lanes_.shard_size > 1) {
         staging = std::max(staging, lanes_.reducing_comm().reduce_scatter_staging_nbytes(
-                                        g.shard_numel, wire_dtype));
+                                        g.shard_numel, wire_dtype, /*full_is_allocated=*/true));
       }
       if (lanes_.replicate_size > 1) {
         const DType outer = lanes_.shard_size > 1 ? kF32 : wire_dtype;
         replicate_staging =
-            std::max(replicate_staging,
-                     lanes_.replicate_comm->reduce_scatter_staging_nbytes(u->own_numel(g), outer));
+            std::max(replicate_staging, lanes_.replicate_comm->reduce_scatter_staging_nbytes(
+                                            u->own_numel(g), outer, !has_host_gradients));
         if (lanes_.shard_size > 1) partial = std::max(partial, g.shard_numel);
       }
     }
@@ -315,10 +315,12 @@ void Scheduler::make_pools() {
   MemoryScope scope(MemoryClass::kGathered);
   if (staging > 0) lanes_.reduce_staging = empty({staging}, kU8);
   if (replicate_staging > 0) lanes_.replicate_staging = empty({replicate_staging}, kU8);
-  if (wire > 0) lanes_.wire_buffer = empty({wire}, kU8);
+  if (wire > 0) lanes_.wire_buffer = lanes_.allocate_array(wire, kU8);
   // With kShard only a backward after the last micro-batch needs it, and makes it then.
   lanes_.partial_numel = partial;
-  if (partial > 0 && lanes_.sync != GradSync::kShard) lanes_.partial_shard = empty({partial}, kF32);
+  if (partial > 0 && lanes_.sync != GradSync::kShard) {
+    lanes_.partial_shard = lanes_.allocate_array(partial, kF32);
+  }
 }
 
 void Scheduler::make_shards() {

@@ -65,6 +65,21 @@ Unit::Unit(UnitSpec spec, const PrecisionOptions& precision, int world_size, Lan
   }
 }
 
+std::shared_ptr<Storage> Lanes::allocate(int64_t nbytes, MemoryClass memory_class) const {
+  Comm* comm = gather_comm != nullptr ? gather_comm.get() : replicate_comm.get();
+  if (comm != nullptr && compute.device().type == DeviceType::kCpu) {
+    return comm->allocate(nbytes, memory_class);
+  }
+  auto memory = std::make_shared<Storage>(static_cast<size_t>(nbytes), compute.device());
+  memory->materialize(memory_class);
+  return memory;
+}
+
+Tensor Lanes::allocate_array(int64_t numel, DType dtype) const {
+  return view_of_storage(allocate(nbytes_of(numel, dtype), MemoryScope::current()), 0, {numel},
+                         dtype);
+}
+
 void Unit::shard_parameters(bool in_place) {
   for (Group& g : groups_) {
     const GroupLayout& layout = g.layout;
@@ -76,11 +91,18 @@ void Unit::shard_parameters(bool in_place) {
       const auto make = [&](DType dtype, bool is_on_host) {
         return is_on_host ? empty_on_host(g.shard_numel, dtype) : empty({g.shard_numel}, dtype);
       };
+      const auto make_sent = [&](DType dtype, bool is_on_host) {
+        return is_on_host || lanes_.gather_comm == nullptr
+                   ? make(dtype, is_on_host)
+                   : lanes_.allocate_array(g.shard_numel, dtype);
+      };
       if (in_place && residence_ == Residence::kKeep) {
-        g.full->materialize(MemoryClass::kParameters);
+        const auto memory =
+            lanes_.allocate(static_cast<int64_t>(g.full->nbytes()), MemoryClass::kParameters);
+        g.full->attach(memory->data(), memory);
         g.shard = view_of_storage(g.full, shard_begin, {g.shard_numel}, layout.dtype);
       } else {
-        g.shard = make(layout.dtype, lanes_.offloads_parameters());
+        g.shard = make_sent(layout.dtype, lanes_.offloads_parameters());
         if (residence_ == Residence::kWhole) g.full->attach(g.shard.raw_data(), g.shard.storage());
       }
       if (layout.dtype == kF32) {
@@ -96,11 +118,16 @@ void Unit::shard_parameters(bool in_place) {
         g.host_grad->home = empty_on_host(g.shard_numel, kF32);
         g.grad = empty_unmaterialized({g.shard_numel}, kF32);
       } else {
-        g.grad = empty({g.shard_numel}, kF32);
+        g.grad = lanes_.replicate_comm != nullptr ? lanes_.allocate_array(g.shard_numel, kF32)
+                                                  : empty({g.shard_numel}, kF32);
       }
       g.full_grad = std::make_shared<Storage>(
           static_cast<size_t>(nbytes_of(layout.numel, g.grad_dtype)), lanes_.compute.device());
-      if (keeps_full_grad_) g.full_grad->materialize(MemoryClass::kGradients);
+      if (keeps_full_grad_) {
+        const auto memory =
+            lanes_.allocate(static_cast<int64_t>(g.full_grad->nbytes()), MemoryClass::kGradients);
+        g.full_grad->attach(memory->data(), memory);
+      }
       g.is_written.assign(layout.placements.size(), false);
     }
     // Padding is never read, but a shard is gathered whole: give it a value.
@@ -246,7 +273,7 @@ void Unit::save_part() {
     const int64_t begin = lanes_.shard_rank % lanes_.part_size * numel;
     if (!g.part.is_defined()) {
       MemoryScope scope(MemoryClass::kGathered);
-      g.part = empty({numel}, g.layout.dtype);
+      g.part = lanes_.allocate_array(numel, g.layout.dtype);
     }
     kernels::copy(lanes_.compute, {g.part.raw_data(),
                                    bytes(g.full, nbytes_of(begin, g.layout.dtype)),

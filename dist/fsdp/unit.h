@@ -70,6 +70,12 @@ struct Lanes {
     }
   }
   Comm& reducing_comm() const { return reduce_comm != nullptr ? *reduce_comm : *gather_comm; }
+
+  /// Memory that other ranks read, of the communicators where they read it in place. All ranks call
+  /// it in the same order.
+  std::shared_ptr<Storage> allocate(int64_t nbytes, MemoryClass memory_class) const;
+  /// The same as an array, of the class of the current scope.
+  Tensor allocate_array(int64_t numel, DType dtype) const;
 };
 
 /// What of a unit's parameters stays after use.

@@ -192,7 +192,7 @@ void Unit::reduce_group(Group& g, const Event& ready, bool is_last, int64_t step
   // goes through a buffer of its own.
   if (!lanes_.partial_shard.is_defined()) {
     const MemoryScope scope(MemoryClass::kGathered);
-    lanes_.partial_shard = empty({lanes_.partial_numel}, kF32);
+    lanes_.partial_shard = lanes_.allocate_array(lanes_.partial_numel, kF32);
     lanes_.partial_shard_free = lanes_.compute.record();
   }
   lanes_.wait(first, lanes_.partial_shard_free, WaitPoint::kPartialFree);
