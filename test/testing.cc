@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <mutex>
 
 #include "core/random.h"
 
@@ -63,8 +64,16 @@ Tensor randint(int64_t low, int64_t high, const Shape& shape, DType dtype, uint6
   return ready(from_values(values, shape, dtype));
 }
 
+/// Catch's assertions are for one thread; thread ranks take turns. Nobody may hold it who waits for
+/// a stream: the tasks of another rank may be missing yet.
+static std::mutex& assertions() {
+  static std::mutex mutex;
+  return mutex;
+}
+
 void check_close(const std::vector<double>& actual, const std::vector<double>& expected,
                  double tolerance, const std::string& what) {
+  const std::lock_guard lock(assertions());
   INFO(what);
   REQUIRE(actual.size() == expected.size());
   double scale = 1;
@@ -85,16 +94,20 @@ void check_close(const std::vector<double>& actual, const std::vector<double>& e
 
 void check_close(const Tensor& actual, const Tensor& expected, double tolerance,
                  const std::string& what) {
-  INFO(what);
-  REQUIRE(fmt::format("{}", actual.shape()) == fmt::format("{}", expected.shape()));
+  {
+    const std::lock_guard lock(assertions());
+    INFO(what);
+    REQUIRE(fmt::format("{}", actual.shape()) == fmt::format("{}", expected.shape()));
+  }
   check_close(actual.to_vector(), expected.to_vector(), tolerance, what);
 }
 
 void check_bitwise(const Tensor& actual, const Tensor& expected, const std::string& what) {
+  const std::vector<double> a = actual.to_vector(), e = expected.to_vector();
+  const std::lock_guard lock(assertions());
   INFO(what);
   REQUIRE(fmt::format("{} {}", actual.dtype(), actual.shape()) ==
           fmt::format("{} {}", expected.dtype(), expected.shape()));
-  const std::vector<double> a = actual.to_vector(), e = expected.to_vector();
   for (size_t i = 0; i < a.size(); ++i) {
     if (std::memcmp(&a[i], &e[i], sizeof(double)) == 0) continue;
     INFO("index " << index_of(static_cast<int64_t>(i), actual.shape()) << ": actual " << a[i]

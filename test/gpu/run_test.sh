@@ -15,7 +15,7 @@ expect() {  # text of a line
 }
 
 mkdir "$dir/bin"
-ln -s "$@" "$dir/bin/"
+for program in "$@"; do ln -s "$(realpath "$program")" "$dir/bin/"; done
 status=0
 CUDA_VISIBLE_DEVICES='' TESSERA_BIN=$dir/bin bash "$run" "$dir/out" >"$dir/log" 2>&1 || status=$?
 [ "$status" = 77 ] || fail "exit status $status, expected 77"
