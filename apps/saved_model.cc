@@ -2,42 +2,31 @@
 
 #include <cstring>
 #include <filesystem>
-#include <optional>
 
 #include "apps/options.h"
 #include "core/autograd.h"
 #include "dist/checkpoint/reader.h"
 #include "dist/checkpoint/safetensors.h"
+#include "dist/checkpoint/stream_full.h"
 
 namespace tessera::apps {
 
 void save_model(const std::string& path, nn::Module& model, dist::Fsdp& fsdp, dist::World& world) {
   std::unique_ptr<dist::SafetensorsWriter> writer;
-  std::optional<IoError> failed;  // the other ranks go on with the gathers until all know
-  const auto attempt = [&](auto&& f) {
-    if (failed || world.rank() != 0) return;
-    try {
-      f();
-    } catch (const IoError& error) {
-      failed = error;
-    }
-  };
-  attempt([&] {
+  dist::FullSink sink;
+  sink.begin = [&] {
     std::vector<dist::SafetensorsEntry> entries;
     for (const nn::NamedParameter& p : model.named_parameters()) {
       entries.push_back({p.name, kF32, p.parameter->tensor.shape()});
     }
     writer = std::make_unique<dist::SafetensorsWriter>(
         path, std::move(entries), std::map<std::string, std::string>{{"format", "tessera"}});
-  });
-  fsdp.for_each_full(dist::Fsdp::State::kMaster, [&](const std::string& name, const Tensor& x) {
-    attempt([&] {
-      const std::vector<float> values = x.to_vector_of<float>();
-      writer->write(name, values.data(), static_cast<int64_t>(values.size() * sizeof(float)));
-    });
-  });
-  attempt([&] { writer->finish(); });
-  world.control().verdict(failed ? &*failed : nullptr);
+  };
+  sink.write = [&](const std::string& name, const float* values, int64_t numel) {
+    writer->write(name, values, numel * static_cast<int64_t>(sizeof(float)));
+  };
+  sink.finish = [&] { writer->finish(); };
+  dist::stream_full(fsdp, world, sink);
 }
 
 namespace {

@@ -5,13 +5,12 @@
 #include <algorithm>
 #include <cstring>
 #include <filesystem>
-#include <optional>
 #include <set>
 
 #include "dist/checkpoint/durable_file.h"
 #include "dist/checkpoint/state.h"
+#include "dist/checkpoint/stream_full.h"
 #include "dist/checkpoint/strict_json.h"
-#include "dist/fsdp/offload.h"
 
 namespace tessera::dist {
 namespace {
@@ -86,14 +85,6 @@ std::vector<std::byte> make_tensor(const HfTensor& tensor, const float* ours, in
     }
   });
   return bytes;
-}
-
-/// f32 values of a tensor where the host can read them; `copy` holds them if they had to move.
-const float* values_on_host(const Tensor& full, Tensor& copy) {
-  copy = full.device().type == DeviceType::kCpu ? full : empty_on_host(full.numel(), kF32);
-  if (full.device().type != DeviceType::kCpu) copy.copy_(full.view({full.numel()}));
-  current_stream().synchronize();
-  return copy.data<float>();
 }
 
 }  // namespace
@@ -304,23 +295,11 @@ void export_hf(const std::string& dir, nn::LanguageModel& model, Fsdp& fsdp, Wor
   world.control().verdict([&] {
     if (world.rank() == 0) writer = std::make_unique<HfWriter>(dir, hf_config_of(model), options);
   });
-  std::optional<IoError> failed;  // the other ranks go on with the gathers until all know
-  const auto attempt = [&](auto&& f) {
-    if (failed || world.rank() != 0) return;
-    try {
-      f();
-    } catch (const IoError& error) {
-      failed = error;
-    }
-  };
-  fsdp.for_each_full(Fsdp::State::kMaster, [&](const std::string& name, const Tensor& full) {
-    attempt([&] {
-      Tensor copy;
-      writer->write(name, values_on_host(full, copy), full.numel());
-    });
-  });
-  attempt([&] { writer->finish(); });
-  world.control().verdict(failed ? &*failed : nullptr);
+  stream_full(fsdp, world,
+              {.begin = [] {},
+               .write = [&](const std::string& name, const float* values,
+                            int64_t numel) { writer->write(name, values, numel); },
+               .finish = [&] { writer->finish(); }});
 }
 
 }  // namespace tessera::dist
