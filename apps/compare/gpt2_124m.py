@@ -2,29 +2,29 @@
 """Training steps of GPT-2 124M beside PyTorch on the CPU, interleaved: A B A B ...
 
     python3 apps/compare/gpt2_124m.py build/apps/tessera-train [--peer eager|compile|fsdp2]
-        [--ranks 1] [--batch 4] [--context 64] [--dtype f32|bf16] [--threads 2] [--pairs 5]
-        [--steps 20]
+        [--ranks 1] [--batch 4] [--context 64] [--dtype f32|bf16] [--threads 2] [--pairs 10]
+        [--steps 5]
 
 Random tokens, AdamW, clipping at 1; `--batch` samples and `--threads` threads on each rank. bf16 is
 autocast in PyTorch (with fsdp2 its MixedPrecisionPolicy: bf16 parameters, f32 reduction). Peer fsdp2
-is `fully_shard` on every block over gloo, beside `full_shard` here under mpirun. A run is a process
-(a launch) of its own with `--steps` steps, of which the first are not counted. Prints each pair's
-milliseconds a step and the median ratio (PyTorch / Tessera: above 1 Tessera is faster). Needs the
-package torch and an otherwise idle machine.
+is `fully_shard` on every block over gloo, beside `full_shard` here under mpirun; peer self is one
+rank of Tessera that has the threads and samples of all, beside `--ranks` of them. PyTorch stays
+alive and waits while Tessera runs; a measurement is the median of `--steps` steps, after steps that
+are not counted. Prints each pair's milliseconds a step, the median ratio (peer / Tessera: above 1
+Tessera is faster) and the peak resident memory. Needs the package torch and an otherwise idle
+machine.
 """
 
 import argparse
-import array
-import json
 import os
-import random
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 
+from interleave import Pairs, Run, peak_resident_bytes, write_tokens
+
 LAYERS, HEADS, WIDTH, VOCAB, CONTEXT = 12, 12, 768, 50257, 1024
+WARM_UP = 3  # steps that are not counted
 
 
 def torch_model():
@@ -79,115 +79,146 @@ def shard(model, dtype):
     return fully_shard(model, mp_policy=policy)
 
 
-def torch_step_ms(args, rank=0):
-    """Median milliseconds of a step, in this process."""
-    import torch
-    from torch import nn
+class Training:
+    """PyTorch's in this process."""
 
-    torch.set_num_threads(args.threads)
-    torch.manual_seed(1 + rank)
-    model = torch_model()
-    if args.peer == "fsdp2":
-        model = shard(model, args.dtype)
-    run = torch.compile(model) if args.peer == "compile" else model
-    # The fastest of PyTorch's AdamW implementations on CPU.
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    autocast = args.dtype == "bf16" and args.peer != "fsdp2"
-    times = []
-    for _ in range(args.steps):
-        ids = torch.randint(VOCAB, (args.batch, args.context))
-        targets = torch.randint(VOCAB, (args.batch, args.context))
-        begin = time.perf_counter()
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            loss = run(ids, targets)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        times.append(1e3 * (time.perf_counter() - begin))
-    return statistics.median(times[len(times) // 4 :])
+    def __init__(self, args, rank=0):
+        import torch
+
+        torch.set_num_threads(args.threads)
+        torch.manual_seed(1 + rank)
+        self.args = args
+        self.model = torch_model()
+        if args.peer == "fsdp2":
+            self.model = shard(self.model, args.dtype)
+        self.run = torch.compile(self.model) if args.peer == "compile" else self.model
+        # The fastest of PyTorch's AdamW implementations on CPU.
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self.autocast = args.dtype == "bf16" and args.peer != "fsdp2"
+
+    def step_ms(self, steps):
+        """Median milliseconds of the next `steps` steps."""
+        import torch
+
+        times = []
+        for _ in range(steps):
+            ids = torch.randint(VOCAB, (self.args.batch, self.args.context))
+            targets = torch.randint(VOCAB, (self.args.batch, self.args.context))
+            begin = time.perf_counter()
+            with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+                loss = self.run(ids, targets)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            times.append(1e3 * (time.perf_counter() - begin))
+        return statistics.median(times)
+
+    def peak_bytes(self):
+        return peak_resident_bytes(os.getpid())
 
 
-def torch_rank(rank, args, store, results):
+def torch_rank(rank, args, store, requests, answers):
     import torch.distributed as dist
 
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank,
                             world_size=args.ranks)
-    step_ms = torch_step_ms(args, rank)
-    if rank == 0:
-        results.put(step_ms)
-    dist.barrier()
+    training = Training(args, rank)
+    while steps := requests[rank].get():
+        answers.put((training.step_ms(steps), training.peak_bytes()))
     dist.destroy_process_group()
 
 
-def torch_ranks_step_ms(args):
-    import torch.multiprocessing as mp
+class RankTraining:
+    """PyTorch's on several ranks, each a process."""
 
-    results = mp.get_context("spawn").SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(torch_rank, (args, f"{folder}/store", results), nprocs=args.ranks)
-    return results.get()
+    def __init__(self, args, folder):
+        import torch.multiprocessing as mp
+
+        context = mp.get_context("spawn")
+        self.requests = [context.SimpleQueue() for _ in range(args.ranks)]
+        self.answers = context.SimpleQueue()
+        self.peak = 0
+        self.ranks = mp.spawn(torch_rank, (args, f"{folder}/store", self.requests, self.answers),
+                              nprocs=args.ranks, join=False)
+
+    def step_ms(self, steps):
+        for queue in self.requests:
+            queue.put(steps)
+        answers = [self.answers.get() for _ in self.requests]
+        self.peak = max(peak for _, peak in answers)
+        return max(ms for ms, _ in answers)
+
+    def peak_bytes(self):
+        return self.peak
+
+    def end(self):
+        for queue in self.requests:
+            queue.put(0)
+        self.ranks.join()
 
 
-def write_tokens(path, count):
-    """A token shard: 256 int32 of header (magic, version, count), then uint16 tokens."""
-    random.seed(1)
-    with open(path, "wb") as f:
-        f.write(array.array("i", [20240520, 1, count] + [0] * 253).tobytes())
-        f.write(array.array("H", [random.randrange(VOCAB) for _ in range(count)]).tobytes())
+class OneRank:
+    """Tessera on one rank with all samples and threads."""
+
+    def __init__(self, args, folder):
+        self.args, self.folder, self.peak = args, folder, 0
+
+    def step_ms(self, steps):
+        run = tessera_run(self.args, self.folder, steps, ranks=1,
+                          batch=self.args.batch * self.args.ranks,
+                          threads=self.args.threads * self.args.ranks)
+        self.peak = run.peak_bytes
+        return statistics.median(run.step_ms[WARM_UP:])
+
+    def peak_bytes(self):
+        return self.peak
 
 
-def tessera_step_ms(args, config, folder):
-    launch = []
-    if args.ranks > 1:
-        launch = ["mpirun", "--bind-to", "none", "-n", str(args.ranks)]
-    command = launch + [
-        args.tessera, config, f"--data.tokens={folder}/tokens.bin", f"--output.dir={folder}/out",
-        f"--train.steps={args.steps}", f"--train.micro_batch={args.batch}",
-        f"--train.global_batch={args.batch * args.ranks}", f"--model.context={args.context}",
-        f"--train.threads={args.threads}", f"--precision.param_dtype={args.dtype}",
-        "--train.eval_every=0", "--sample.tokens=0", "--device=cpu"]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    with open(f"{folder}/out/metrics.jsonl", encoding="utf-8") as f:
-        return json.loads(f.readlines()[-1])["step_ms"]  # the mean of the last 16 steps
+def tessera_run(args, folder, steps, ranks, batch, threads):
+    return Run(args.tessera, "gpt2_124m.toml", {
+        "data.tokens": f"{folder}/tokens.bin", "train.steps": WARM_UP + steps,
+        "train.micro_batch": batch, "train.global_batch": batch * ranks,
+        "model.context": args.context, "train.threads": threads,
+        "precision.param_dtype": args.dtype}, ranks)
 
 
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("tessera")
-    parser.add_argument("--peer", choices=["eager", "compile", "fsdp2"], default="eager")
+    parser.add_argument("--peer", choices=["eager", "compile", "fsdp2", "self"], default="eager")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--context", type=int, default=64)
     parser.add_argument("--dtype", choices=["f32", "bf16"], default="f32")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--torch-only", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--pairs", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=5)
     args = parser.parse_args()
-    if args.ranks > 1 and args.peer != "fsdp2":
-        parser.error("several ranks need --peer fsdp2")
-    if args.torch_only:
-        print(torch_ranks_step_ms(args) if args.peer == "fsdp2" else torch_step_ms(args))
-        return
-    if args.ranks > 1 and os.getuid() == 0:
-        os.environ |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    ratios = []
+    if args.ranks > 1 and args.peer not in ("fsdp2", "self"):
+        parser.error("several ranks need --peer fsdp2 or self")
+    pairs = Pairs("one rank" if args.peer == "self" else f"PyTorch {args.peer}")
     with tempfile.TemporaryDirectory() as folder:
-        write_tokens(f"{folder}/tokens.bin", 200_000 + 2 * args.steps * args.batch * args.ranks * args.context)
-        for pair in range(args.pairs):
-            theirs = float(subprocess.run(
-                [sys.executable, *sys.argv, "--torch-only"], check=True, stdout=subprocess.PIPE,
-                text=True).stdout)
-            ours = tessera_step_ms(args, f"{root}/configs/gpt2_124m.toml", folder)
-            ratios.append(theirs / ours)
-            print(f"pair {pair}: PyTorch {theirs:.0f} ms, Tessera {ours:.0f} ms, "
-                  f"ratio {ratios[-1]:.2f}", flush=True)
-    tokens = args.batch * args.ranks * args.context
-    print(f"GPT-2 124M, {args.peer}, {args.ranks} ranks, B {args.batch}, T {args.context}, "
-          f"{args.dtype}, {args.threads} threads: median ratio {statistics.median(ratios):.2f} ({min(ratios):.2f} to "
-          f"{max(ratios):.2f}), {tokens} tokens a step")
+        tokens = args.batch * args.ranks * args.context
+        write_tokens(f"{folder}/tokens.bin", 100_000 + 2 * tokens * (WARM_UP + args.steps), VOCAB)
+        if args.peer == "self":
+            peer = OneRank(args, folder)
+        else:
+            peer = RankTraining(args, folder) if args.peer == "fsdp2" else Training(args)
+            peer.step_ms(WARM_UP)
+        peak = 0
+        for _ in range(args.pairs):
+            theirs = peer.step_ms(args.steps)
+            ours = tessera_run(args, folder, args.steps, args.ranks, args.batch, args.threads)
+            peak = max(peak, ours.peak_bytes)
+            pairs.add(theirs, statistics.median(ours.step_ms[WARM_UP:]))
+        print(f"GPT-2 124M, {args.ranks} ranks, B {args.batch}, T {args.context}, {args.dtype}, "
+              f"{args.threads} threads: {pairs.summary()}, {tokens} tokens a step")
+        if args.ranks == 1:
+            print(f"peak resident: {peer.peak_bytes() / 2**20:.0f} MiB, "
+                  f"Tessera {peak / 2**20:.0f} MiB")
+        if args.peer == "fsdp2":
+            peer.end()
 
 
 if __name__ == "__main__":

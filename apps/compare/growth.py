@@ -2,7 +2,7 @@
 """How training speed grows with the size of the work: tokens a second by context, depth, vocabulary
 and number of ranks, each beside what its formula says.
 
-    python3 apps/compare/growth.py build/apps/tessera-bench-train [--steps 5]
+    python3 apps/compare/growth.py build/apps/tessera-bench-train [--steps 5] [--device cpu]
 
 A small GPT-2 (4 layers of width 256, 4 heads, 4 x 128 tokens) of which one size at a time changes.
 `step / floor` is what tessera-bench-train prints: time over that of the formula's multiply-adds and
@@ -24,10 +24,11 @@ SWEEPS = {
 }
 
 
-def run(bench, sizes, steps):
+def run(args, sizes):
     options = [f"--{key}={value}" for key, value in (BASE | sizes).items()]
-    out = subprocess.run([bench, "--json", f"--steps={steps}", *options], check=True,
-                         stdout=subprocess.PIPE, text=True).stdout
+    out = subprocess.run(
+        [args.bench, "--json", f"--steps={args.steps}", f"--device={args.device}", *options],
+        check=True, stdout=subprocess.PIPE, text=True).stdout
     return json.loads(out.splitlines()[-1])
 
 
@@ -35,11 +36,12 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("bench")
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
     for name, points in SWEEPS.items():
         print(f"{name:<12} {'tokens/s':>10} {'step ms':>10} {'Mflop/token':>12} {'step/floor':>11}")
         for sizes in points:
-            r = run(args.bench, sizes, args.steps)
+            r = run(args, sizes)
             label = sizes.get(next(iter(sizes)))
             print(f"{label:<12} {r['tokens_per_s']:>10.0f} {r['step_ms']:>10.2f} "
                   f"{r['flops_per_token'] * 1e-6:>12.2f} {r['step_over_floor']:>11.2f}", flush=True)

@@ -1,27 +1,26 @@
 #!/usr/bin/env python3
-"""The recipe of configs/shakespeare_char_cpu.toml in PyTorch on the CPU, for comparison.
+"""The recipe of configs/shakespeare_char_cpu.toml beside PyTorch on the CPU, interleaved.
 
-    python3 apps/compare/shakespeare_char.py input.txt [--tessera build/apps/tessera-train]
-        [--compile] [--seeds 1 2 3] [--threads 2] [--steps 2000]
+    python3 apps/compare/shakespeare_char.py input.txt build/apps/tessera-train
+        [--peer eager|compile] [--seed 1] [--threads 2] [--steps 2000] [--pairs 10]
 
-Prints a JSON line a seed: validation loss over the whole split (non-overlapping windows, nats a
-character) and the wall time of training without evaluation; with --tessera, interleaved, the same
-of Tessera, whose time is that of the whole process (set-up and the last evaluation included).
-Needs the package torch.
+PyTorch trains its `--steps` steps in `--pairs` parts; after each, Tessera trains as many steps (from
+the beginning), of which the first are not counted. Compilation is not counted either. At the end
+Tessera trains all steps, and both print their validation loss over the whole split (windows that do
+not overlap, nats a character). Needs the package torch and an otherwise idle machine.
 """
 
 import argparse
-import json
 import math
 import os
 import statistics
-import subprocess
-import tempfile
 import time
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from interleave import METRICS_WINDOW, Pairs, Run
 
 LAYERS, HEADS, WIDTH, CONTEXT, BATCH = 4, 4, 128, 64, 12
 
@@ -71,82 +70,80 @@ def learning_rate(step, steps, warmup=100, peak=1e-3, final=1e-4):
     return final + 0.5 * (peak - final) * (1 + math.cos(math.pi * progress))
 
 
-def train(train_ids, val_ids, vocab, seed, steps, compiles):
-    torch.manual_seed(seed)
-    model = Gpt(vocab)
-    run = torch.compile(model) if compiles else model
-    if compiles:  # outside of the time, as nobody trains for 20 seconds
-        run(train_ids[:BATCH * CONTEXT].view(BATCH, -1),
-            train_ids[1:BATCH * CONTEXT + 1].view(BATCH, -1)).backward()
-        model.zero_grad(set_to_none=True)
-    decay = [p for p in model.parameters() if p.dim() >= 2]
-    rest = [p for p in model.parameters() if p.dim() < 2]
-    optimizer = torch.optim.AdamW(
-        [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}],
-        lr=1e-3, betas=(0.9, 0.99))
-    generator = torch.Generator().manual_seed(seed)
-    order = torch.arange(CONTEXT)
-    begin = time.perf_counter()
-    for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, steps)
-        starts = torch.randint(len(train_ids) - CONTEXT, (BATCH, 1), generator=generator)
-        loss = run(train_ids[starts + order], train_ids[starts + order + 1])
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-    seconds = time.perf_counter() - begin
-    windows = (len(val_ids) - 1) // CONTEXT
-    inputs = val_ids[: windows * CONTEXT].view(windows, CONTEXT)
-    targets = val_ids[1 : windows * CONTEXT + 1].view(windows, CONTEXT)
-    with torch.no_grad():
-        total = sum(model(i, t).item() * len(i) for i, t in zip(inputs.split(64), targets.split(64)))
-    return total / windows, seconds
+class Training:
+    def __init__(self, train_ids, vocab, args):
+        torch.manual_seed(args.seed)
+        self.ids, self.num_steps, self.step = train_ids, args.steps, 0
+        self.model = Gpt(vocab)
+        self.run = torch.compile(self.model) if args.peer == "compile" else self.model
+        # Outside of the time, as nobody trains for 20 seconds only.
+        self.run(train_ids[: BATCH * CONTEXT].view(BATCH, -1),
+                 train_ids[1 : BATCH * CONTEXT + 1].view(BATCH, -1)).backward()
+        self.model.zero_grad(set_to_none=True)
+        decay = [p for p in self.model.parameters() if p.dim() >= 2]
+        rest = [p for p in self.model.parameters() if p.dim() < 2]
+        self.optimizer = torch.optim.AdamW(
+            [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}],
+            lr=1e-3, betas=(0.9, 0.99), fused=True)
+        self.generator = torch.Generator().manual_seed(args.seed)
 
-
-def run_tessera(program, text, seed, steps, threads):
-    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    with tempfile.TemporaryDirectory() as folder:
-        command = [
-            program, f"{root}/configs/shakespeare_char_cpu.toml", f"--data.text={text}",
-            f"--output.dir={folder}", f"--train.seed={seed}", f"--train.steps={steps}",
-            f"--train.threads={threads}", "--train.eval_every=0", "--sample.tokens=0"]
+    def step_ms(self, steps):
+        """Mean milliseconds of the next `steps` steps."""
+        order = torch.arange(CONTEXT)
         begin = time.perf_counter()
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        seconds = time.perf_counter() - begin
-        with open(f"{folder}/metrics.jsonl", encoding="utf-8") as f:
-            return json.loads(f.readlines()[-1])["val_loss"], seconds
+        for _ in range(steps):
+            for group in self.optimizer.param_groups:
+                group["lr"] = learning_rate(self.step, self.num_steps)
+            self.step += 1
+            starts = torch.randint(len(self.ids) - CONTEXT, (BATCH, 1), generator=self.generator)
+            loss = self.run(self.ids[starts + order], self.ids[starts + order + 1])
+            loss.backward()
+            nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+        return 1e3 * (time.perf_counter() - begin) / steps
+
+    def loss_over(self, val_ids):
+        windows = (len(val_ids) - 1) // CONTEXT
+        inputs = val_ids[: windows * CONTEXT].view(windows, CONTEXT)
+        targets = val_ids[1 : windows * CONTEXT + 1].view(windows, CONTEXT)
+        with torch.no_grad():
+            return sum(self.model(i, t).item() * len(i)
+                       for i, t in zip(inputs.split(64), targets.split(64))) / windows
 
 
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("text")
-    parser.add_argument("--tessera")
-    parser.add_argument("--compile", action="store_true", help="torch.compile; its time not counted")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("tessera")
+    parser.add_argument("--peer", choices=["eager", "compile"], default="eager")
+    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--pairs", type=int, default=10)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    text = open(args.text, encoding="utf-8").read()
+    with open(args.text, encoding="utf-8") as f:
+        text = f.read()
     table = {c: i for i, c in enumerate(sorted(set(text)))}
     ids = torch.tensor([table[c] for c in text])
     split = int(0.9 * len(ids))
-    losses, ratios = [], []
-    for seed in args.seeds:
-        loss, seconds = train(ids[:split], ids[split:], len(table), seed, args.steps,
-                              args.compile)
-        line = {"seed": seed, "val_loss": round(loss, 4), "seconds": round(seconds, 2)}
-        if args.tessera:
-            ours, our_seconds = run_tessera(args.tessera, args.text, seed, args.steps, args.threads)
-            line |= {"tessera_val_loss": round(ours, 4), "tessera_seconds": round(our_seconds, 2)}
-            losses.append(ours)
-            ratios.append(seconds / our_seconds)
-        print(json.dumps(line), flush=True)
-    if ratios:
-        print(f"Tessera: median validation loss {statistics.median(losses):.4f}, median time ratio "
-              f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+
+    def tessera(steps):
+        return Run(args.tessera, "shakespeare_char_cpu.toml", {
+            "data.text": os.path.abspath(args.text), "train.seed": args.seed, "train.steps": steps,
+            "train.threads": args.threads})
+
+    training = Training(ids[:split], len(table), args)
+    pairs = Pairs(f"PyTorch {args.peer}")
+    part = args.steps // args.pairs
+    for _ in range(args.pairs):
+        theirs = training.step_ms(part)
+        pairs.add(theirs, statistics.mean(tessera(METRICS_WINDOW + part).step_ms[METRICS_WINDOW:]))
+    whole = tessera(args.steps)
+    print(f"shakespeare_char_cpu, {args.threads} threads, a step: {pairs.summary()}")
+    print(f"validation loss after {args.steps} steps: PyTorch "
+          f"{training.loss_over(ids[split:]):.4f}, Tessera {whole.last['val_loss']:.4f}")
 
 
 if __name__ == "__main__":
