@@ -315,6 +315,17 @@ void check_data(const Config& config) {
   }
 }
 
+void check_rounding(const Config& config) {
+  if (!config.optim.stochastic_rounding) return;
+  const auto fail = [&](const char* key, const std::string& value, const char* expected) {
+    fail_at(config, "optim.stochastic_rounding",
+            "optim.stochastic_rounding = true with {} = {}, expected {}", key, value, expected);
+  };
+  const std::string& dtype = config.precision.param_dtype;
+  if (dtype == "f32") fail("precision.param_dtype", dtype, "bf16 or f16");
+  if (config.optim.name != "adamw") fail("optim.name", config.optim.name, "adamw");
+}
+
 void check_schedule(const Config& config) {
   const OptimConfig& o = config.optim;
   if (o.final_lr > o.lr) {
@@ -495,6 +506,12 @@ std::vector<Field> config_fields(Config& c) {
        not_negative,
        {},
        "decoupled decay of matrices (not of norms and biases)"},
+      {"optim.stochastic_rounding",
+       &c.optim.stochastic_rounding,
+       any,
+       {},
+       "adamw: bf16 and f16 parameters are rounded up or down by chance, so that they follow the "
+       "f32 masters on average"},
       {"optim.clip", &c.optim.clip, not_negative, {}, "largest gradient norm; 0: no clipping"},
       {"optim.clip_p",
        &c.optim.clip_p,
@@ -732,6 +749,7 @@ void check_config(const Config& config) {
   check_model(config);
   check_data(config);
   check_schedule(config);
+  check_rounding(config);
 }
 
 Config parse_config(std::string_view text, const std::string& name,

@@ -49,6 +49,7 @@ struct OptimConfig {
   double lr = 1e-3, final_lr = 1e-4, beta1 = 0.9, beta2 = 0.95, eps = 1e-8, weight_decay = 0.1;
   double momentum = 0.9, clip = 1.0, clip_p = 2;
   int64_t warmup_steps = 0, decay_steps = 0;
+  bool stochastic_rounding = false;
 };
 struct FsdpConfig {
   std::string strategy = "full_shard", wrap = "transformer_block";

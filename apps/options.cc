@@ -131,23 +131,27 @@ dist::FsdpOptions fsdp_options(const Config& config) {
   return options;
 }
 
-std::unique_ptr<optim::Optimizer> make_optimizer(const OptimConfig& config,
+std::unique_ptr<optim::Optimizer> make_optimizer(const Config& config,
                                                  const std::vector<optim::FlatShard>& shards) {
-  const auto lr = static_cast<float>(config.lr);
-  const auto weight_decay = static_cast<float>(config.weight_decay);
-  if (config.name == "sgd") {
+  const OptimConfig& optim = config.optim;
+  const auto lr = static_cast<float>(optim.lr);
+  const auto weight_decay = static_cast<float>(optim.weight_decay);
+  if (optim.name == "sgd") {
     optim::SgdOptions options;
     options.lr = lr;
-    options.momentum = static_cast<float>(config.momentum);
+    options.momentum = static_cast<float>(optim.momentum);
     options.weight_decay = weight_decay;
     return std::make_unique<optim::Sgd>(shards, options);
   }
   optim::AdamWOptions options;
   options.lr = lr;
-  options.beta1 = config.beta1;
-  options.beta2 = config.beta2;
-  options.eps = config.eps;
+  options.beta1 = optim.beta1;
+  options.beta2 = optim.beta2;
+  options.eps = optim.eps;
   options.weight_decay = weight_decay;
+  if (optim.stochastic_rounding) {
+    options.rounding_seed = static_cast<uint64_t>(config.train.seed);
+  }
   return std::make_unique<optim::AdamW>(shards, options);
 }
 

@@ -24,7 +24,7 @@ std::unique_ptr<nn::LanguageModel> make_model(const ModelConfig& config, int64_t
 dist::LossScaleOptions loss_scale_options(const PrecisionConfig& config);
 nn::RecomputePolicy recompute_policy(const RecomputeConfig& config);
 dist::FsdpOptions fsdp_options(const Config& config);
-std::unique_ptr<optim::Optimizer> make_optimizer(const OptimConfig& config,
+std::unique_ptr<optim::Optimizer> make_optimizer(const Config& config,
                                                  const std::vector<optim::FlatShard>& shards);
 optim::Schedule make_schedule(const Config& config);
 /// What computes on CUDA, by the names of the keys `kernels.attention` and `kernels.gemm`.

@@ -159,7 +159,7 @@ Trainer::Trainer(const Config& config, dist::World& world, Checkpointing& checkp
   model_->set_recompute(recompute_policy(config_.recompute));
   fsdp_ = dist::fully_shard(*model_, world_, fsdp_options(config_));
   initialize_parameters();
-  optimizer_ = make_optimizer(config_.optim, fsdp_->shards());
+  optimizer_ = make_optimizer(config_, fsdp_->shards());
   schedule_.emplace(make_schedule(config_));
   scaler_.emplace(loss_scale_options(config_.precision));
   resume();
@@ -404,7 +404,7 @@ void Trainer::take_snapshot() {
 void Trainer::rewind() {
   is_rewind_due_ = false;
   snapshot_->restore();
-  fsdp_->shards_changed();
+  fsdp_->shards_changed(optimizer_.get());
   step_ = snapshot_step_;
   if (log_ != nullptr) {
     log_->print(fmt::format("back to step {}, on with sample {}", step_, next_sample_));

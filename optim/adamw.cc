@@ -3,7 +3,7 @@
 namespace tessera::optim {
 
 AdamW::AdamW(std::vector<FlatShard> shards, const AdamWOptions& options)
-    : Optimizer(std::move(shards), options.lr), options_(options) {
+    : Optimizer(std::move(shards), options.lr, options.rounding_seed), options_(options) {
   const auto check = [](bool is_right, const char* name, const char* range, double value) {
     TESSERA_CHECK_AS(ConfigError, is_right, "AdamW: {} must be {}, got {}", name, range, value);
   };

@@ -10,6 +10,8 @@ struct AdamWOptions {
   double beta2 = 0.999;
   double eps = 1e-8;
   float weight_decay = 0.01f;  ///< where the segment decays
+  /// Set: low-precision copies are rounded by chance, with this seed (`FlatUpdate::rounding_step`).
+  std::optional<uint64_t> rounding_seed = std::nullopt;
 };
 
 /// AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) with PyTorch's formula:

@@ -17,6 +17,7 @@ struct Segment {
   int64_t begin = 0, end = 0;
   float lr_scale = 1;  ///< multiplies the learning rate
   bool decay = true;   ///< weight decay applies
+  int64_t offset = 0;  ///< `begin` is this element of the parameter
 };
 
 /// What an optimizer updates: this rank's flat part of one group of parameters. Elements outside

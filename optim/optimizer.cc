@@ -2,8 +2,8 @@
 
 namespace tessera::optim {
 
-Optimizer::Optimizer(std::vector<FlatShard> shards, float lr)
-    : shards_(std::move(shards)), lr_(lr) {
+Optimizer::Optimizer(std::vector<FlatShard> shards, float lr, std::optional<uint64_t> rounding_seed)
+    : shards_(std::move(shards)), rounding_seed_(rounding_seed), lr_(lr) {
   const MemoryScope scope(MemoryClass::kOptimizer);
   step_count_ = zeros({}, kI64);
   segments_.reserve(shards_.size());
@@ -20,13 +20,34 @@ Optimizer::Optimizer(std::vector<FlatShard> shards, float lr)
     for (const Segment& segment : shard.segments) {
       segments.push_back(
           {segment.begin, segment.end, segment.lr_scale, segment.decay ? 1.0f : 0.0f});
+      if (!rounding_seed) continue;
+      segments.back().key = make_key(*rounding_seed, hash_name("rounding/" + segment.parameter));
+      segments.back().first_element = segment.offset;
     }
-    segments_.push_back(flat_segments(segments, shard.master.numel()));
+    const bool has_rounding = rounding_seed && shard.low.is_defined();
+    segments_.push_back(flat_segments(segments, shard.master.numel(), has_rounding));
   }
 }
 
 void Optimizer::step(float lr, const Tensor& grad_scale, const Tensor& skip) {
   advance_step(step_count_, skip);
+  for_each_part([&](const FlatUpdate& part, std::span<const Tensor> states) {
+    FlatUpdate flat = part;
+    flat.grad_scale = grad_scale;
+    flat.skip = skip;
+    flat.lr = lr;
+    update_shard(flat, states);
+  });
+}
+
+void Optimizer::round_low() {
+  for_each_part([](const FlatUpdate& part, std::span<const Tensor>) {
+    if (part.low.is_defined()) tessera::round_low(part);
+  });
+}
+
+void Optimizer::for_each_part(
+    const std::function<void(const FlatUpdate&, std::span<const Tensor>)>& f) {
   const std::vector<NamedState> named = state();
   const auto update = [&](size_t index, const ShardWindow& window) {
     FlatUpdate flat;
@@ -34,11 +55,9 @@ void Optimizer::step(float lr, const Tensor& grad_scale, const Tensor& skip) {
     flat.grad = window.grad;
     flat.low = window.low;
     flat.segments = segments_[index];
-    flat.grad_scale = grad_scale;
-    flat.skip = skip;
-    flat.lr = lr;
     flat.first = window.first;
-    update_shard(flat, window.states);
+    if (flat.segments.rounding.is_defined()) flat.rounding_step = step_count_;
+    f(flat, window.states);
   };
   // Neighbours with the same store go through it together, so that windows overlap across shards.
   for (size_t begin = 0, end = 0; begin < shards_.size(); begin = end) {

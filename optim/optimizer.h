@@ -1,5 +1,7 @@
 #pragma once
 
+#include <functional>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -27,8 +29,10 @@ struct NamedState {
 ///          step was skipped
 class Optimizer {
  public:
+  /// With `rounding_seed` low-precision copies are rounded by chance (`FlatUpdate::rounding_step`).
   /// ShapeError or DtypeError if a shard's tensors do not fit, Error if its segments overlap.
-  explicit Optimizer(std::vector<FlatShard> shards, float lr);
+  Optimizer(std::vector<FlatShard> shards, float lr,
+            std::optional<uint64_t> rounding_seed = std::nullopt);
   virtual ~Optimizer() = default;
   Optimizer(const Optimizer&) = delete;
   Optimizer& operator=(const Optimizer&) = delete;
@@ -39,6 +43,11 @@ class Optimizer {
   void step(float lr, const Tensor& grad_scale = {}, const Tensor& skip = {});
   /// With the learning rate of the options.
   void step() { step(lr_); }
+
+  bool has_stochastic_rounding() const { return rounding_seed_.has_value(); }
+  /// Makes the low-precision copies again as the last step made them, after masters and step count
+  /// were loaded.
+  void round_low();
 
   /// The states in a fixed order; writing into the tensors loads them.
   virtual std::vector<NamedState> state() const = 0;
@@ -54,9 +63,13 @@ class Optimizer {
   NamedState make_state(std::string name) const;
 
  private:
+  /// Calls `f` with every shard, or with windows that cover it, and its states.
+  void for_each_part(const std::function<void(const FlatUpdate&, std::span<const Tensor>)>& f);
+
   std::vector<FlatShard> shards_;
   std::vector<FlatSegments> segments_;
   Tensor step_count_;
+  std::optional<uint64_t> rounding_seed_;
   float lr_;
 };
 

@@ -224,7 +224,7 @@ void load_state(const CheckpointReader& reader, const TrainingState& state) {
     reader.read(s.tensor, begin, end, dst);
   };
   load_slices(slices, {dtype, read});
-  state.fsdp->shards_changed();
+  state.fsdp->shards_changed(state.optimizer);
 }
 
 }  // namespace tessera::dist

@@ -39,8 +39,8 @@ void Fsdp::for_each_full(State state,
 void Fsdp::load_full(const std::function<Tensor(const std::string&)>& values) {
   scheduler_->load_full(values);
 }
-void Fsdp::shards_changed() {
-  scheduler_->shards_changed();
+void Fsdp::shards_changed(optim::Optimizer* optimizer) {
+  scheduler_->shards_changed(optimizer);
 }
 int64_t Fsdp::num_parameters() const {
   int64_t count = 0;

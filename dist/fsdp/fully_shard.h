@@ -12,7 +12,7 @@
 #include "dist/fsdp/exposure.h"
 #include "dist/fsdp/options.h"
 #include "nn/module.h"
-#include "optim/flat_shard.h"
+#include "optim/optimizer.h"
 
 namespace tessera::dist {
 
@@ -82,7 +82,8 @@ class Fsdp {
 
   /// Call after the masters in `shards()` (of frozen parameters: what gathers send) were written
   /// from outside, on the compute stream: low-precision shards follow, and the next gathers see it.
-  void shards_changed();
+  /// They are rounded to nearest, or as `optimizer` rounds them.
+  void shards_changed(optim::Optimizer* optimizer = nullptr);
 
   int64_t num_parameters() const;  ///< elements of all units, tied ones once, trainable or not
   int num_units() const;

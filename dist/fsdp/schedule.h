@@ -40,7 +40,7 @@ class Scheduler {
   void for_each_full(Fsdp::State state,
                      const std::function<void(const std::string&, const Tensor&)>& f);
   void load_full(const std::function<Tensor(const std::string& name)>& values);
-  void shards_changed();
+  void shards_changed(optim::Optimizer* optimizer);
   // guards.cc
   void hold_unsharded(Unit& unit);
   void end_hold(Unit& unit, bool was_unsharded, const std::vector<bool>& is_written);

@@ -45,6 +45,7 @@ std::vector<optim::Segment> segments_in(const GroupLayout& layout, int64_t begin
     segment.begin = from - begin;
     segment.end = to - begin;
     segment.decay = p.decay;
+    segment.offset = from - p.begin;
     segments.push_back(std::move(segment));
   }
   return segments;

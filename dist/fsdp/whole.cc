@@ -41,10 +41,10 @@ void Scheduler::load_full(const std::function<Tensor(const std::string&)>& value
       }
     }
   }
-  shards_changed();
+  shards_changed(nullptr);
 }
 
-void Scheduler::shards_changed() {
+void Scheduler::shards_changed(optim::Optimizer* optimizer) {
   NoGrad no_grad;
   for (const auto& unit : units_) {
     for (Group& g : unit->groups()) {
@@ -52,6 +52,7 @@ void Scheduler::shards_changed() {
     }
     unit->invalidate();
   }
+  if (optimizer != nullptr && optimizer->has_stochastic_rounding()) optimizer->round_low();
   shards_ready_ = lanes_.compute.record();
 }
 

@@ -3,16 +3,19 @@
 // over the threads alike.
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 
 #include "kernels/elementwise/row_io.h"
 #include "kernels/optimizer/kernel.h"
+#include "kernels/optimizer/rounding.h"
+#include "kernels/random/words.h"
 
 namespace tessera::kernels::cpu {
 namespace {
 
 /// The runs of elements that a segment and a piece share: f(offset from `first`, count <=
-/// kPieceCols, lr factor, decay factor), in parallel.
+/// kPieceCols, segment), in parallel.
 template <class F>
 void for_segments(const FlatUpdate& p, F&& f) {
   if (p.skip != nullptr && *p.skip != 0) return;
@@ -30,7 +33,7 @@ void for_segments(const FlatUpdate& p, F&& f) {
       const int64_t run_end = std::min(p.bounds[2 * s + 1], end);
       for (at = std::max(p.bounds[2 * s], at); at < run_end;) {
         const int64_t count = std::min(kPieceCols, run_end - at);
-        f(at - p.first, count, p.factors[2 * s], p.factors[2 * s + 1]);
+        f(at - p.first, count, s);
         at += count;
       }
     }
@@ -41,10 +44,37 @@ float scale_of(const FlatUpdate& p) {
   return p.grad_scale == nullptr ? 1.0f : *p.grad_scale;
 }
 
-void store_low(const FlatUpdate& p, int64_t offset, int64_t count) {
+/// Elements [offset, offset + count) of `low`, each with its own word of chance.
+template <class T>
+void store_stochastic(const FlatUpdate& p, int64_t offset, int64_t count, int64_t segment) {
+  const auto packed = static_cast<uint64_t>(p.rounding.segments[2 * segment]);
+  const PhiloxKey key{static_cast<uint32_t>(packed), static_cast<uint32_t>(packed >> 32)};
+  const int64_t element = p.rounding.segments[2 * segment + 1] + p.first + offset;
+  const int64_t first_block = element / 4, skipped = element % 4;
+  uint32_t words[kPieceCols + 2 * kPhiloxWords];
+  for (int64_t w = 0; w < skipped + count; w += kPhiloxWords) {
+    random_words(key, static_cast<uint64_t>(*p.rounding.step),
+                 static_cast<uint64_t>(first_block + w / 4), words + w);
+  }
+  T* low = static_cast<T*>(p.low) + offset;
+  const float* master = p.master + offset;
+  const uint32_t* word = words + skipped;
+  for (int64_t i = 0; i < count; ++i) {
+    low[i].bits =
+        round_stochastic<T>(std::bit_cast<uint32_t>(master[i]), word[i], T(master[i]).bits);
+  }
+}
+
+void store_low(const FlatUpdate& p, int64_t offset, int64_t count, int64_t segment) {
   if (p.low == nullptr) return;
-  store_piece(p.low, p.low_dtype, offset, 1, static_cast<const float*>(p.master + offset), count,
-              false);
+  if (p.rounding.segments != nullptr && *p.rounding.step > 0 && p.low_dtype == kBF16) {
+    store_stochastic<BFloat16>(p, offset, count, segment);
+  } else if (p.rounding.segments != nullptr && *p.rounding.step > 0 && p.low_dtype == kF16) {
+    store_stochastic<Float16>(p, offset, count, segment);
+  } else {
+    store_piece(p.low, p.low_dtype, offset, 1, static_cast<const float*>(p.master + offset), count,
+                false);
+  }
 }
 
 }  // namespace
@@ -56,9 +86,10 @@ void adamw_step(const AdamWStep& p) {
   const float beta2 = static_cast<float>(p.beta2), eps = static_cast<float>(p.eps);
   const float weight1 = static_cast<float>(1 - p.beta1), weight2 = static_cast<float>(1 - p.beta2);
   const float scale = scale_of(p);
-  for_segments(p, [&](int64_t offset, int64_t count, float lr_factor, float decay_factor) {
-    const double lr = static_cast<double>(p.lr) * static_cast<double>(lr_factor);
-    const double decay = static_cast<double>(p.weight_decay) * static_cast<double>(decay_factor);
+  for_segments(p, [&](int64_t offset, int64_t count, int64_t segment) {
+    const double lr = static_cast<double>(p.lr) * static_cast<double>(p.factors[2 * segment]);
+    const double decay =
+        static_cast<double>(p.weight_decay) * static_cast<double>(p.factors[2 * segment + 1]);
     const float keep = static_cast<float>(1 - lr * decay);
     const float step_size = static_cast<float>(lr / correction1);
     float buffer[kPieceCols];
@@ -73,14 +104,15 @@ void adamw_step(const AdamWStep& p) {
       v[i] = beta2 * v[i] + weight2 * g * g;
       master[i] = keep * master[i] - step_size * m[i] / (std::sqrt(v[i]) * root2 + eps);
     }
-    store_low(p, offset, count);
+    store_low(p, offset, count, segment);
   });
 }
 
 void sgd_step(const SgdStep& p) {
   const float scale = scale_of(p);
-  for_segments(p, [&](int64_t offset, int64_t count, float lr_factor, float decay_factor) {
-    const float lr = p.lr * lr_factor, decay = p.weight_decay * decay_factor;
+  for_segments(p, [&](int64_t offset, int64_t count, int64_t segment) {
+    const float lr = p.lr * p.factors[2 * segment];
+    const float decay = p.weight_decay * p.factors[2 * segment + 1];
     float buffer[kPieceCols];
     const float* __restrict grad = load_piece(buffer, p.grad, p.grad_dtype, offset, 1, count);
     float* __restrict master = p.master + offset;
@@ -100,7 +132,13 @@ void sgd_step(const SgdStep& p) {
         master[i] -= lr * (of_g * g + of_b * b[i]);
       }
     }
-    store_low(p, offset, count);
+    store_low(p, offset, count, segment);
+  });
+}
+
+void round_low(const RoundLow& p) {
+  for_segments(p, [&](int64_t offset, int64_t count, int64_t segment) {
+    store_low(p, offset, count, segment);
   });
 }
 

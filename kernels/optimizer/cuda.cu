@@ -12,6 +12,8 @@
 //                  of 4.8 TB/s.
 // Segments         a thread remembers the segment it is in and searches the table when it leaves
 //                  it. Vectors across a border go element by element; padding is not touched.
+// Stochastic rounding  a variant of the kernel: one Philox block for the four neighbours, whose
+//                  element is a multiple of 4 in every layout of ours; others go one by one.
 // Device scalars   gradient scale, skip flag and step count are read here: the host knows none.
 // Determinism      elements are independent of each other.
 
@@ -20,6 +22,8 @@
 #include "core/runtime/cuda/launch.cuh"
 #include "kernels/float_vec.cuh"
 #include "kernels/optimizer/kernel.h"
+#include "kernels/optimizer/rounding.h"
+#include "kernels/random/philox.cuh"
 
 namespace tessera::kernels::cuda {
 namespace {
@@ -68,10 +72,73 @@ __device__ double power(double base, int64_t exponent) {
   return result;
 }
 
-template <int N>
-__device__ void store_low(const FlatUpdate& p, int64_t at, const Floats<N>& master) {
-  if (p.low != nullptr) store_floats(p.low, p.low_dtype, at, master, false);
-}
+/// Writes the low-precision copy, rounded to nearest.
+class NearestLow {
+ public:
+  __device__ explicit NearestLow(const FlatUpdate&) {}
+  __device__ void enter(const FlatUpdate&, int64_t) {}
+  __device__ bool takes_vector(int64_t) const { return true; }
+
+  template <int N>
+  __device__ void store(const FlatUpdate& p, int64_t at, const Floats<N>& master) const {
+    if (p.low != nullptr) store_floats(p.low, p.low_dtype, at, master, false);
+  }
+};
+
+/// The same by chance.
+class StochasticLow {
+ public:
+  __device__ explicit StochasticLow(const FlatUpdate& p)
+      : step_(static_cast<uint64_t>(*p.rounding.step)) {}
+
+  __device__ void enter(const FlatUpdate& p, int64_t segment) {
+    const auto packed = static_cast<uint64_t>(p.rounding.segments[2 * segment]);
+    key_ = {static_cast<uint32_t>(packed), static_cast<uint32_t>(packed >> 32)};
+    origin_ = p.rounding.segments[2 * segment + 1];
+  }
+  /// Whether the four elements from `element` of the shard on are one block.
+  __device__ bool takes_vector(int64_t element) const { return (origin_ + element) % 4 == 0; }
+
+  template <int N>
+  __device__ void store(const FlatUpdate& p, int64_t at, const Floats<N>& master) const {
+    static_assert(N == 1 || N == 4);
+    if (step_ == 0) {
+      store_floats(p.low, p.low_dtype, at, master, false);
+      return;
+    }
+    const int64_t element = origin_ + p.first + at;
+    const Words words = philox_words(key_, step_, static_cast<uint64_t>(element / 4));
+    if (p.low_dtype == kBF16) {
+      store_as<BFloat16>(p, at, master, words, element);
+    } else {
+      store_as<Float16>(p, at, master, words, element);
+    }
+  }
+
+ private:
+  template <class T, int N>
+  __device__ static void store_as(const FlatUpdate& p, int64_t at, const Floats<N>& master,
+                                  const Words& words, int64_t element) {
+    tessera::cuda::Vec<T, N> low = round_floats<T>(master);
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      uint32_t word = words.values[i];
+      if constexpr (N == 1) {
+        const auto w = static_cast<int>(element % 4);
+        word = w == 0   ? words.values[0]
+               : w == 1 ? words.values[1]
+               : w == 2 ? words.values[2]
+                        : words.values[3];
+      }
+      low[i].bits = round_stochastic<T>(__float_as_uint(master[i]), word, low[i].bits);
+    }
+    tessera::cuda::store_vec(static_cast<T*>(p.low) + at, low);
+  }
+
+  uint64_t step_;
+  int64_t origin_ = 0;
+  PhiloxKey key_ = {};
+};
 
 /// The update rules: constants of the launch, constants of a segment, N elements from `at` on.
 class AdamWRule {
@@ -91,8 +158,8 @@ class AdamWRule {
     step_size_ = static_cast<float>(lr * inverse_correction1_);
   }
 
-  template <int N, class Grad>
-  __device__ void update(const AdamWStep& p, int64_t at) const {
+  template <int N, class Grad, class Low>
+  __device__ void update(const AdamWStep& p, int64_t at, const Low& low) const {
     const auto grad = load_streaming<N>(static_cast<const Grad*>(p.grad) + at);
     Floats<N> master = load_streaming<N>(p.master + at);
     Floats<N> m = load_streaming<N>(p.exp_avg + at);
@@ -110,7 +177,7 @@ class AdamWRule {
     store_streaming(p.master + at, master);
     store_streaming(p.exp_avg + at, m);
     store_streaming(p.exp_avg_sq + at, v);
-    store_low(p, at, master);
+    low.store(p, at, master);
   }
 
  private:
@@ -131,8 +198,8 @@ class SgdRule {
     decay_ = p.weight_decay * decay_factor;
   }
 
-  template <int N, class Grad>
-  __device__ void update(const SgdStep& p, int64_t at) const {
+  template <int N, class Grad, class Low>
+  __device__ void update(const SgdStep& p, int64_t at, const Low& low) const {
     const auto grad = load_streaming<N>(static_cast<const Grad*>(p.grad) + at);
     Floats<N> master = load_streaming<N>(p.master + at), direction;
     if (p.momentum_buffer == nullptr) {
@@ -153,24 +220,42 @@ class SgdRule {
 #pragma unroll
     for (int i = 0; i < N; ++i) master[i] -= lr_ * direction[i];
     store_streaming(p.master + at, master);
-    store_low(p, at, master);
+    low.store(p, at, master);
   }
 
  private:
   float scale_, lr_ = 0, decay_ = 0;
 };
 
-template <class Rule, class Grad, int N>
+/// No update: only the low-precision copy is made again.
+class RoundRule {
+ public:
+  using Args = RoundLow;
+  static constexpr int kBlocksPerMultiprocessor = 6;
+
+  __device__ explicit RoundRule(const RoundLow&) {}
+  __device__ void enter(const RoundLow&, float, float) {}
+
+  template <int N, class Grad, class Low>
+  __device__ void update(const RoundLow& p, int64_t at, const Low& low) const {
+    const Floats<N> master = load_streaming<N>(p.master + at);
+    low.store(p, at, master);
+  }
+};
+
+template <class Rule, class Low, class Grad, int N>
 __global__ void __launch_bounds__(kBlock, Rule::kBlocksPerMultiprocessor)
     flat_update_kernel(typename Rule::Args p) {
   if (p.skip != nullptr && *p.skip != 0) return;
   Rule rule(p);
+  Low low(p);
   Segment segment;
   const auto move_to = [&](int64_t at) {
     if (at < segment.end) return;
     seek(p, at, segment);
     if (segment.index < p.num_segments) {
       rule.enter(p, p.factors[2 * segment.index], p.factors[2 * segment.index + 1]);
+      low.enter(p, segment.index);
     }
   };
   const int64_t stride = static_cast<int64_t>(gridDim.x) * kBlock * N;
@@ -178,14 +263,14 @@ __global__ void __launch_bounds__(kBlock, Rule::kBlocksPerMultiprocessor)
        at += stride) {
     move_to(p.first + at);
     if (N > 1 && segment.begin <= p.first + at && p.first + at + N <= segment.end &&
-        at + N <= p.numel) {
-      rule.template update<N, Grad>(p, at);
+        at + N <= p.numel && low.takes_vector(p.first + at)) {
+      rule.template update<N, Grad>(p, at, low);
       continue;
     }
 #pragma unroll 1
     for (int64_t i = at; i < at + N && i < p.numel; ++i) {
       move_to(p.first + i);
-      if (segment.begin <= p.first + i) rule.template update<1, Grad>(p, i);
+      if (segment.begin <= p.first + i) rule.template update<1, Grad>(p, i, low);
     }
   }
 }
@@ -195,12 +280,29 @@ __global__ void advance_step_kernel(AdvanceStep p) {
   if (p.skip == nullptr || *p.skip == 0) ++*p.step;
 }
 
-template <class Rule>
-LaunchConfig flat_update_config(int64_t numel, int width, cudaStream_t stream) {
+LaunchConfig flat_update_config(int64_t numel, int width, int blocks_per_multiprocessor,
+                                cudaStream_t stream) {
   const int64_t resident =
-      static_cast<int64_t>(Rule::kBlocksPerMultiprocessor) * tessera::cuda::num_multiprocessors();
+      int64_t{blocks_per_multiprocessor} * tessera::cuda::num_multiprocessors();
   const int64_t blocks = std::min(ceil_div(numel, int64_t{kBlock} * width), resident);
   return {grid_blocks(blocks), kBlock, 0, stream};
+}
+
+template <class Rule, class Low, class Grad>
+void launch_with(const char* name, const typename Rule::Args& p, bool is_aligned,
+                 cudaStream_t stream) {
+  constexpr int kResident = Rule::kBlocksPerMultiprocessor;
+  if (is_aligned && is_aligned16(p.master) && is_aligned16(p.grad) && is_aligned16(p.low)) {
+    launch(name, &flat_update_kernel<Rule, Low, Grad, kWidth>,
+           flat_update_config(p.numel, kWidth, kResident, stream), p);
+  } else {
+    launch(name, &flat_update_kernel<Rule, Low, Grad, 1>,
+           flat_update_config(p.numel, 1, kResident, stream), p);
+  }
+}
+
+bool is_stochastic(const FlatUpdate& p) {
+  return p.low != nullptr && p.rounding.segments != nullptr && p.low_dtype != kF32;
 }
 
 template <class Rule>
@@ -210,12 +312,10 @@ void launch_update(const char* name, const typename Rule::Args& p, bool is_align
   if (p.low != nullptr) check_device_float(p.low_dtype, name);
   tessera::cuda::visit_device_float(p.grad_dtype, name, [&](auto tag) {
     using Grad = typename decltype(tag)::type;
-    if (is_aligned && is_aligned16(p.master) && is_aligned16(p.grad) && is_aligned16(p.low)) {
-      launch(name, &flat_update_kernel<Rule, Grad, kWidth>,
-             flat_update_config<Rule>(p.numel, kWidth, stream), p);
+    if (is_stochastic(p)) {
+      launch_with<Rule, StochasticLow, Grad>(name, p, is_aligned, stream);
     } else {
-      launch(name, &flat_update_kernel<Rule, Grad, 1>, flat_update_config<Rule>(p.numel, 1, stream),
-             p);
+      launch_with<Rule, NearestLow, Grad>(name, p, is_aligned, stream);
     }
   });
 }
@@ -229,6 +329,16 @@ void adamw_step(CUstream_st* stream, const AdamWStep& p) {
 
 void sgd_step(CUstream_st* stream, const SgdStep& p) {
   launch_update<SgdRule>("sgd_step", p, is_aligned16(p.momentum_buffer), stream);
+}
+
+void round_low(CUstream_st* stream, const RoundLow& p) {
+  if (p.numel == 0 || p.num_segments == 0 || p.low == nullptr) return;
+  check_device_float(p.low_dtype, "round_low");
+  if (is_stochastic(p)) {
+    launch_with<RoundRule, StochasticLow, float>("round_low", p, true, stream);
+  } else {
+    launch_with<RoundRule, NearestLow, float>("round_low", p, true, stream);
+  }
 }
 
 void advance_step(CUstream_st* stream, const AdvanceStep& p) {

@@ -7,6 +7,17 @@
 
 namespace tessera::kernels {
 
+/// How the low-precision copy is rounded if not to nearest: up or down by chance, so that its
+/// expectation is the master (kernels/optimizer/rounding.h). Word e % 4 of the Philox block (high =
+/// *step, low = e / 4) is that of element e of a parameter: the bits depend on neither the sharding
+/// nor the device.
+struct StochasticRounding {
+  /// num_segments pairs: the Philox key (k0, and k1 in the high half); which element of its
+  /// parameter element 0 of the shard would be. Absent: to nearest.
+  const int64_t* segments = nullptr;
+  const int64_t* step = nullptr;
+};
+
 /// What all optimizer kernels have in common. Elements [first, first + numel) of a flat shard are
 /// updated, as far as segments cover them; every pointer is to element `first`, so that a large
 /// shard can pass through small buffers. Segments are in ascending order and do not overlap.
@@ -22,6 +33,7 @@ struct FlatUpdate {
   const float* grad_scale;  ///< device scalar that multiplies the gradient, or absent
   const uint8_t* skip;      ///< device flag: not 0 leaves everything as it is; or absent
   float lr, weight_decay;
+  StochasticRounding rounding = {};
   Cost cost(double flops_per_element) const;
 };
 
@@ -48,6 +60,12 @@ struct SgdStep : FlatUpdate {
   Cost cost() const;
 };
 TESSERA_DECLARE_KERNEL(sgd_step, SgdStep);
+
+/// low = the master, as the update before rounded it: to nearest if *rounding.step is 0.
+struct RoundLow : FlatUpdate {
+  Cost cost() const;
+};
+TESSERA_DECLARE_KERNEL(round_low, RoundLow);
 
 /// *step += 1 unless *skip.
 struct AdvanceStep {

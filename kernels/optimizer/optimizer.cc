@@ -20,7 +20,9 @@ Cost FlatUpdate::cost(double flops_per_element) const {
       .read(bounds, nbytes_of(kI64, 2 * num_segments))
       .read(factors, nbytes_of(kF32, 2 * num_segments))
       .read(grad_scale, 4)
-      .read(skip, 1);
+      .read(skip, 1)
+      .read(rounding.segments, nbytes_of(kI64, 2 * num_segments))
+      .read(rounding.step, 8);
   return cost;
 }
 
@@ -38,12 +40,23 @@ Cost SgdStep::cost() const {
       .write_or_accumulate(momentum_buffer, nbytes_of(kF32, numel), true);
 }
 
+Cost RoundLow::cost() const {
+  return Cost(0)
+      .read(master, nbytes_of(kF32, numel))
+      .write(low, nbytes_of(low_dtype, numel))
+      .read(bounds, nbytes_of(kI64, 2 * num_segments))
+      .read(skip, 1)
+      .read(rounding.segments, nbytes_of(kI64, 2 * num_segments))
+      .read(rounding.step, 8);
+}
+
 Cost AdvanceStep::cost() const {
   return Cost(0).write_or_accumulate(step, 8, true).read(skip, 1);
 }
 
 TESSERA_DEFINE_KERNEL(adamw_step, AdamWStep);
 TESSERA_DEFINE_KERNEL(sgd_step, SgdStep);
+TESSERA_DEFINE_KERNEL(round_low, RoundLow);
 TESSERA_DEFINE_KERNEL(advance_step, AdvanceStep);
 
 }  // namespace kernels
@@ -71,6 +84,18 @@ void check_scalar(const char* op, const char* name, const Tensor& t, DType dtype
   TESSERA_CHECK_DTYPE(t.dtype() == dtype, "{}: {} must be {}, got {}", op, name, dtype, t.dtype());
 }
 
+kernels::StochasticRounding rounding_args(const char* op, const FlatUpdate& u) {
+  if (!u.rounding_step.is_defined()) return {};
+  check_scalar(op, "rounding_step", u.rounding_step, kI64);
+  TESSERA_CHECK_DTYPE(u.low.is_defined() && (u.low.dtype() == kBF16 || u.low.dtype() == kF16),
+                      "{}: low must be bf16 or f16 for stochastic rounding, got {}", op,
+                      u.low.is_defined() ? name_of(u.low.dtype()) : "none");
+  TESSERA_CHECK(u.segments.rounding.is_defined(),
+                "{}: stochastic rounding needs segments with the places of their parameters", op);
+  return {optional_data<const int64_t>(u.segments.rounding),
+          optional_data<const int64_t>(u.rounding_step)};
+}
+
 kernels::FlatUpdate flat_args(const char* op, const FlatUpdate& u) {
   check_state(op, "master", u.master, u.master);
   check_flat(op, "grad", u.grad, u.master);
@@ -96,7 +121,8 @@ kernels::FlatUpdate flat_args(const char* op, const FlatUpdate& u) {
           .grad_scale = optional_data<const float>(u.grad_scale),
           .skip = optional_data<const uint8_t>(u.skip),
           .lr = u.lr,
-          .weight_decay = u.weight_decay};
+          .weight_decay = u.weight_decay,
+          .rounding = rounding_args(op, u)};
 }
 
 /// A graph that saved the tensor notices the change.
@@ -106,8 +132,9 @@ void mark_changed(const Tensor& t) {
 
 }  // namespace
 
-FlatSegments flat_segments(std::span<const FlatSegment> segments, int64_t numel) {
-  std::vector<int64_t> bounds;
+FlatSegments flat_segments(std::span<const FlatSegment> segments, int64_t numel,
+                           bool has_rounding) {
+  std::vector<int64_t> bounds, rounding;
   std::vector<float> factors;
   int64_t previous_end = 0;
   for (const FlatSegment& segment : segments) {
@@ -118,10 +145,16 @@ FlatSegments flat_segments(std::span<const FlatSegment> segments, int64_t numel)
     previous_end = segment.end;
     bounds.insert(bounds.end(), {segment.begin, segment.end});
     factors.insert(factors.end(), {segment.lr_scale, segment.decay_scale});
+    const uint64_t key = segment.key.k0 | uint64_t{segment.key.k1} << 32;
+    rounding.insert(rounding.end(),
+                    {static_cast<int64_t>(key), segment.first_element - segment.begin});
   }
   const Shape shape{static_cast<int64_t>(segments.size()), 2};
-  return {from_values(std::span<const int64_t>(bounds), shape, kI64),
-          from_values(std::span<const float>(factors), shape, kF32)};
+  FlatSegments flat{from_values(std::span<const int64_t>(bounds), shape, kI64),
+                    from_values(std::span<const float>(factors), shape, kF32),
+                    {}};
+  if (has_rounding) flat.rounding = from_values(std::span<const int64_t>(rounding), shape, kI64);
+  return flat;
 }
 
 void adamw_step(const FlatUpdate& update, const AdamWUpdate& adamw) {
@@ -145,6 +178,14 @@ void sgd_step(const FlatUpdate& update, const SgdUpdate& sgd) {
   kernels::sgd_step(current_stream(),
                     {args, optional_data<float>(sgd.momentum_buffer), sgd.momentum, sgd.nesterov});
   mark_changed(update.master);
+  mark_changed(update.low);
+}
+
+void round_low(const FlatUpdate& update) {
+  TESSERA_CHECK(update.low.is_defined(), "round_low: low must be defined");
+  kernels::FlatUpdate args = flat_args("round_low", update);
+  args.grad = nullptr;
+  kernels::round_low(current_stream(), {args});
   mark_changed(update.low);
 }
 

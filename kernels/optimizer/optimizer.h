@@ -4,6 +4,7 @@
 #include <span>
 #include <vector>
 
+#include "core/random.h"
 #include "core/tensor.h"
 
 // Updates of flat f32 shards in one pass over memory. Not differentiable. All scalars that depend
@@ -17,17 +18,23 @@ struct FlatSegment {
   int64_t begin = 0, end = 0;
   float lr_scale = 1;
   float decay_scale = 1;
+  // For stochastic rounding of `low`.
+  PhiloxKey key = {};         ///< of the parameter that the segment is a part of
+  int64_t first_element = 0;  ///< `begin` is this element of it
 };
 
 /// The segments of a shard on the device.
 struct FlatSegments {
-  Tensor bounds;   ///< i64 [S, 2]
-  Tensor factors;  ///< f32 [S, 2]
+  Tensor bounds;    ///< i64 [S, 2]
+  Tensor factors;   ///< f32 [S, 2]
+  Tensor rounding;  ///< i64 [S, 2], or undefined
 };
 
 /// Copies the segments of a shard of `numel` elements to the device. Error unless they are in
-/// ascending order, do not overlap and lie within the shard.
-FlatSegments flat_segments(std::span<const FlatSegment> segments, int64_t numel);
+/// ascending order, do not overlap and lie within the shard. `has_rounding`: with what stochastic
+/// rounding needs.
+FlatSegments flat_segments(std::span<const FlatSegment> segments, int64_t numel,
+                           bool has_rounding = false);
 
 /// What every update reads and writes; kernel.h of this family has the formulas. Elements outside
 /// the segments are neither read nor written.
@@ -41,6 +48,12 @@ struct FlatUpdate {
   float lr = 0;
   float weight_decay = 0;
   int64_t first = 0;  ///< the tensors begin at this element of the shard
+  /// Undefined, or i64 []: `low` (bf16 | f16) is rounded up or down by chance, such that its
+  /// expectation is the master, and values that it can hold stay (Gupta et al. 2015,
+  /// arXiv:1502.02551). The random bits are a function of a segment's key, this step and the
+  /// element of the parameter: not of sharding, threads or device. What is beyond the largest
+  /// finite value is rounded to nearest. At step 0 everything is.
+  Tensor rounding_step = {};
 };
 
 struct AdamWUpdate {
@@ -59,6 +72,10 @@ struct SgdUpdate {
 /// Gradient descent with momentum; weight decay is added to the gradient. ShapeError or DtypeError
 /// if a tensor does not fit.
 void sgd_step(const FlatUpdate& update, const SgdUpdate& sgd);
+
+/// low = the master of `update`, rounded as the update of its `rounding_step` did: for masters that
+/// come from elsewhere, such as a checkpoint. ShapeError or DtypeError if a tensor does not fit.
+void round_low(const FlatUpdate& update);
 
 /// step (i64 []) += 1, unless skip (undefined, or u8 []) is not 0.
 void advance_step(const Tensor& step, const Tensor& skip = {});

@@ -1,91 +1,15 @@
 #include <bit>
 #include <cmath>
-#include <cstring>
 
 #include "kernels/elementwise/row_io.h"
 #include "kernels/random/kernel.h"
+#include "kernels/random/words.h"
 
 namespace tessera::kernels::cpu {
 
 namespace {
 
-using Words64 = tessera::cpu::Vector<uint64_t>;
-
-constexpr int kLanes64 = tessera::cpu::kLanes<uint64_t>;
-constexpr int kBlocks = 4 * kLanes64;
-constexpr int64_t kWords = 4 * kBlocks;
-static_assert(kPieceCols % kWords == 0);
-
-/// The products of the low halves of each lane.
-Words64 multiply_low_halves(Words64 a, uint32_t b) {
-#if TESSERA_AVX512
-  return (Words64)_mm512_maskz_mul_epu32(0xff, (__m512i)a, _mm512_set1_epi64(b));
-#elif defined(__AVX2__)
-  return (Words64)_mm256_mul_epu32((__m256i)a, _mm256_set1_epi64x(b));
-#else
-  return (a & 0xffffffffu) * uint64_t{b};
-#endif
-}
-
-Words64 exclusive_or(Words64 a, Words64 b, Words64 c) {
-#if TESSERA_AVX512
-  return (Words64)_mm512_ternarylogic_epi64((__m512i)a, (__m512i)b, (__m512i)c, 0x96);
-#else
-  return a ^ b ^ c;
-#endif
-}
-
-/// kGroups x kLanes64 blocks (core/random.h), a lane each: word w of a block is the low half of
-/// c[group][w]; what stands in the high halves is of no meaning.
-template <int kGroups>
-void philox_lanes(PhiloxKey key, Words64 (&c)[kGroups][4]) {
-#pragma GCC unroll 10
-  for (int round = 0; round < 10; ++round) {
-    const Words64 k0 = Words64{} + key.k0, k1 = Words64{} + key.k1;
-#pragma GCC unroll 4
-    for (int g = 0; g < kGroups; ++g) {
-      const Words64 p0 = multiply_low_halves(c[g][0], 0xD2511F53u);
-      const Words64 p1 = multiply_low_halves(c[g][2], 0xCD9E8D57u);
-      c[g][0] = exclusive_or(p1 >> 32, c[g][1], k0);
-      c[g][1] = p1;
-      c[g][2] = exclusive_or(p0 >> 32, c[g][3], k1);
-      c[g][3] = p0;
-    }
-    key.k0 += 0x9E3779B9u;
-    key.k1 += 0xBB67AE85u;
-  }
-}
-
-/// The words of kBlocks blocks from first_block on, of row `high`.
-void random_words(PhiloxKey key, uint64_t high, uint64_t first_block, uint32_t* words) {
-#if TESSERA_AVX512
-  // Such that the interleaving below, by pairs of lanes, puts blocks in order.
-  constexpr Words64 kOrder = {0, 4, 1, 5, 2, 6, 3, 7};
-#define TESSERA_LOW_PAIRS(a, b) __builtin_shufflevector(a, b, 0, 8, 2, 10, 4, 12, 6, 14)
-#define TESSERA_HIGH_PAIRS(a, b) __builtin_shufflevector(a, b, 1, 9, 3, 11, 5, 13, 7, 15)
-#else
-  constexpr Words64 kOrder = {0, 2, 1, 3};
-#define TESSERA_LOW_PAIRS(a, b) __builtin_shufflevector(a, b, 0, 4, 2, 6)
-#define TESSERA_HIGH_PAIRS(a, b) __builtin_shufflevector(a, b, 1, 5, 3, 7)
-#endif
-  constexpr int kGroups = kBlocks / kLanes64;
-  Words64 c[kGroups][4];
-  for (int g = 0; g < kGroups; ++g) {
-    const Words64 low = kOrder + (first_block + static_cast<uint64_t>(g * kLanes64));
-    c[g][0] = low, c[g][1] = low >> 32;
-    c[g][2] = Words64{} + high, c[g][3] = Words64{} + (high >> 32);
-  }
-  philox_lanes(key, c);
-  for (int g = 0; g < kGroups; ++g, words += 4 * kLanes64) {
-    constexpr uint64_t kLow = 0xffffffffu;
-    const Words64 front = (c[g][0] & kLow) | c[g][1] << 32;
-    const Words64 back = (c[g][2] & kLow) | c[g][3] << 32;
-    const Words64 pairs[2] = {TESSERA_LOW_PAIRS(front, back), TESSERA_HIGH_PAIRS(front, back)};
-    std::memcpy(words, pairs, sizeof pairs);
-  }
-#undef TESSERA_LOW_PAIRS
-#undef TESSERA_HIGH_PAIRS
-}
+static_assert(kPieceCols % kPhiloxWords == 0);
 
 /// sqrt(-2 ln u), u in [2^-24, 1]. ln by a polynomial in f = m - 1, m in [sqrt(1/2), sqrt(2)).
 float normal_radius(float u) {
@@ -133,7 +57,7 @@ UnitVector unit_vector(float u) {
 /// Normal numbers from words, two from each pair (Box & Muller 1958).
 void normal_values(const uint32_t* words, float* __restrict values) {
 #pragma omp simd
-  for (int i = 0; i < 2 * kBlocks; ++i) {
+  for (int i = 0; i < 2 * kPhiloxBlocks; ++i) {
     // The radius wants (0, 1]: one step of 2^-24 up.
     const float radius = normal_radius(uniform_from_bits(words[2 * i]) + 0x1p-24f);
     const UnitVector v = unit_vector(uniform_from_bits(words[2 * i + 1]));
@@ -144,36 +68,37 @@ void normal_values(const uint32_t* words, float* __restrict values) {
 
 void uniform_values(const uint32_t* words, float* __restrict values) {
 #pragma omp simd
-  for (int i = 0; i < kWords; ++i) values[i] = uniform_from_bits(words[i]);
+  for (int i = 0; i < kPhiloxWords; ++i) values[i] = uniform_from_bits(words[i]);
 }
 
-/// x[i] = offset + slope * (value first_element + i), the values made kWords at a time.
+/// x[i] = offset + slope * (value first_element + i), the values made kPhiloxWords at a time.
 template <class MakeValues>
 void fill(void* x, DType dtype, PhiloxKey key, int64_t first_element, int64_t numel, double offset,
           double slope, MakeValues make_values) {
-  const int64_t first_group = first_element / kWords;
-  const int64_t groups = (first_element + numel + kWords - 1) / kWords - first_group;
-  tessera::cpu::parallel_for(groups, kGrainElements / kWords, [&](int64_t begin, int64_t end) {
-    uint32_t words[kWords];
-    float values[kWords];
-    for (int64_t group = first_group + begin; group < first_group + end; ++group) {
-      random_words(key, 0, static_cast<uint64_t>(group) * kBlocks, words);
-      make_values(words, values);
-      // The first and last group may stick out of x.
-      const int64_t from = std::max(group * kWords, first_element);
-      const int64_t to = std::min((group + 1) * kWords, first_element + numel);
-      visit_compute_type(dtype, [&](auto tag) {
-        using C = typename decltype(tag)::type;
-        C out[kWords];
+  const int64_t first_group = first_element / kPhiloxWords;
+  const int64_t groups = (first_element + numel + kPhiloxWords - 1) / kPhiloxWords - first_group;
+  tessera::cpu::parallel_for(
+      groups, kGrainElements / kPhiloxWords, [&](int64_t begin, int64_t end) {
+        uint32_t words[kPhiloxWords];
+        float values[kPhiloxWords];
+        for (int64_t group = first_group + begin; group < first_group + end; ++group) {
+          random_words(key, 0, static_cast<uint64_t>(group) * kPhiloxBlocks, words);
+          make_values(words, values);
+          // The first and last group may stick out of x.
+          const int64_t from = std::max(group * kPhiloxWords, first_element);
+          const int64_t to = std::min((group + 1) * kPhiloxWords, first_element + numel);
+          visit_compute_type(dtype, [&](auto tag) {
+            using C = typename decltype(tag)::type;
+            C out[kPhiloxWords];
 #pragma omp simd
-        for (int i = 0; i < kWords; ++i) {
-          out[i] = static_cast<C>(offset) + static_cast<C>(slope) * static_cast<C>(values[i]);
+            for (int i = 0; i < kPhiloxWords; ++i) {
+              out[i] = static_cast<C>(offset) + static_cast<C>(slope) * static_cast<C>(values[i]);
+            }
+            store_piece(x, dtype, from - first_element, 1, out + (from - group * kPhiloxWords),
+                        to - from, false);
+          });
         }
-        store_piece(x, dtype, from - first_element, 1, out + (from - group * kWords), to - from,
-                    false);
       });
-    }
-  });
 }
 
 }  // namespace
@@ -216,9 +141,9 @@ void dropout(const Dropout& p) {
       const uint64_t global_row = static_cast<uint64_t>(p.first_row + row);
       const T* x = static_cast<const T*>(p.x) + row * p.x_stride + begin;
       const char* y_bytes = static_cast<const char*>(p.y) + y_at * y_nbytes;
-      for (int64_t c = 0; c < count; c += kWords) {  // begin is a multiple of kWords
+      for (int64_t c = 0; c < count; c += kPhiloxWords) {  // begin is a multiple of kPhiloxWords
         // The memory's part of the work meanwhile: x and y arrive while words are made.
-        for (int64_t at = c; at < std::min(c + kWords, count); at += 64 / sizeof(C)) {
+        for (int64_t at = c; at < std::min(c + kPhiloxWords, count); at += 64 / sizeof(C)) {
           __builtin_prefetch(x + at);
           __builtin_prefetch(y_bytes + at * y_nbytes, 1);
         }

@@ -12,6 +12,7 @@
 #include "core/runtime/cuda/launch.cuh"
 #include "kernels/float_vec.cuh"
 #include "kernels/random/kernel.h"
+#include "kernels/random/philox.cuh"
 #include "kernels/rows.cuh"
 
 namespace tessera::kernels::cuda {
@@ -27,26 +28,6 @@ using tessera::cuda::load_vec;
 
 constexpr int kBlock = 256;
 constexpr int kResidentBlocks = 6;  // of a multiprocessor
-
-struct Words {
-  uint32_t values[4];
-};
-
-/// tessera::philox on the device.
-__device__ Words philox_words(PhiloxKey key, uint64_t high, uint64_t low) {
-  Words c{{static_cast<uint32_t>(low), static_cast<uint32_t>(low >> 32),
-           static_cast<uint32_t>(high), static_cast<uint32_t>(high >> 32)}};
-#pragma unroll
-  for (int round = 0; round < 10; ++round) {
-    const uint64_t p0 = uint64_t{0xD2511F53u} * c.values[0];
-    const uint64_t p1 = uint64_t{0xCD9E8D57u} * c.values[2];
-    c = {{static_cast<uint32_t>(p1 >> 32) ^ c.values[1] ^ key.k0, static_cast<uint32_t>(p1),
-          static_cast<uint32_t>(p0 >> 32) ^ c.values[3] ^ key.k1, static_cast<uint32_t>(p0)}};
-    key.k0 += 0x9E3779B9u;
-    key.k1 += 0xBB67AE85u;
-  }
-  return c;
-}
 
 /// Words of elements `first`, a multiple of 4, and the N - 1 behind it.
 template <int N>

@@ -99,6 +99,13 @@ TEST_CASE("config: what is wrong is named with key, place and what is allowed", 
       {"[optim]\nfinal_lr = 1.0",
        {kText},
        "f.toml:2: optim.final_lr = 1, expected at most optim.lr = 0.001"},
+      {"[optim]\nstochastic_rounding = true",
+       {kText},
+       "f.toml:2: optim.stochastic_rounding = true with precision.param_dtype = f32, expected bf16 "
+       "or f16"},
+      {"[optim]\nstochastic_rounding = true\nname = 'sgd'",
+       {kText, "--precision.param_dtype=bf16"},
+       "f.toml:2: optim.stochastic_rounding = true with optim.name = sgd, expected adamw"},
       {"[train]\nglobal_batch = 12",
        {kText},
        "f.toml:2: train.global_batch = 12, expected a multiple of train.micro_batch = 8"},
@@ -190,6 +197,7 @@ TEST_CASE("config: the dump reads back as the same values, whatever they are", "
   config.data.text = "a\"b\\c\n\t\x01\x7f \xc3\xa9";
   config.train.global_batch = 0;
   config.optim.warmup_steps = config.optim.decay_steps = 3;
+  config.optim.name = "adamw";  // which stochastic_rounding asks for
   config.optim.final_lr = config.optim.lr / 7;
   const std::string dump = dump_config(config);
   const Config again = parse_config(dump, "dump");

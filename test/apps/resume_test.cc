@@ -221,6 +221,24 @@ TEST_CASE("resume: f16 goes on with its loss scale, sgd with its momentum", "[re
   }
 }
 
+TEST_CASE("resume: stochastic rounding throws what it threw, with states in host memory too",
+          "[resume]") {
+  const std::vector<std::string> extra = {"--precision.param_dtype=bf16",
+                                          "--optim.stochastic_rounding=true"};
+  const SavedRun saved(2, extra);
+  for (const char* offload : {"none", "optimizer", "params_and_optimizer"}) {
+    CAPTURE(offload);
+    auto settings = extra;
+    settings.push_back(std::string("--fsdp.offload=") + offload);
+    const std::string out = saved.copy(offload);
+    train_on(2, saved.resumed(out, settings));
+    CHECK(losses(out) == saved.expected);
+  }
+  const SavedRun nearest(2, {"--precision.param_dtype=bf16"});
+  CHECK(nearest.expected[0] == saved.expected[0]);
+  CHECK(nearest.expected != saved.expected);
+}
+
 TEST_CASE("resume: F41: twice from the same step is the same; other data, seed or batch is refused",
           "[resume]") {
   const SavedRun saved(2);

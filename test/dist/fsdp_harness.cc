@@ -65,7 +65,7 @@ FsdpResult run_fsdp(dist::World& world, const FsdpRun& run) {
   auto fsdp = dist::fully_shard(*model, world, run.fsdp);
   fsdp->initialize(5);
   result.summary = fsdp->summary();
-  optim::AdamW adamw(fsdp->shards(), {});
+  optim::AdamW adamw(fsdp->shards(), {.rounding_seed = run.rounding_seed});
   dist::LossScaler scaler(
       run.loss_scale.value_or(dist::LossScaleOptions{.scaling = dist::LossScaling::kNone}));
   if (run.on_ready) run.on_ready(*fsdp, world);

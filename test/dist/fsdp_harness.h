@@ -29,7 +29,8 @@ struct FsdpRun {
   int num_micro_batches = 1;  ///< a rank and step
   int samples_per_step = 8;   ///< over all ranks and micro-batches
   double max_norm = 1.0;
-  float lr = 1e-2f;  ///< of AdamW
+  float lr = 1e-2f;                       ///< of AdamW
+  std::optional<uint64_t> rounding_seed;  ///< of AdamW
   double norm_p = 2.0;
   std::optional<dist::LossScaleOptions> loss_scale;
   bool with_eval = false;  ///< evaluates between micro-batches

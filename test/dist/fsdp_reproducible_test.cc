@@ -86,6 +86,38 @@ TEST_CASE("reproducible: offload, recompute, evaluation and frozen parameters ch
   }
 }
 
+TEST_CASE("reproducible: stochastic rounding has the same bits on any ranks, wrapping and offload",
+          "[fsdp]") {
+  FsdpRun run;
+  run.fsdp.reproducible = true;
+  run.fsdp.precision.param_dtype = kBF16;
+  run.fsdp.precision.reduce_dtype = kF32;
+  run.fsdp.precision.norm_fp32 = true;
+  run.samples_per_step = run.num_micro_batches = 8;
+  const FsdpResult nearest = run_fsdp_on_threads(1, run);
+  run.rounding_seed = 3;
+  const FsdpResult expected = run_fsdp_on_threads(1, run);
+  CHECK(expected.losses[0] == nearest.losses[0]);  // initialized to nearest
+  CHECK(expected.losses[1] != nearest.losses[1]);
+  run.rounding_seed = 4;
+  CHECK(run_fsdp_on_threads(1, run).losses != expected.losses);
+  run.rounding_seed = 3;
+  for (const int world : {2, 4}) {
+    run.num_micro_batches = 8 / world;
+    check_same(run_fsdp_on_threads(world, run), expected, fmt::format("{} ranks", world));
+  }
+  run.num_micro_batches = 4;
+  run.fsdp.strategy = Strategy::kNoShard;
+  check_same(run_fsdp_on_threads(2, run), expected, "no_shard");
+  run.fsdp.strategy = Strategy::kFullShard;
+  for (const dist::Offload offload :
+       {dist::Offload::kOptimizer, dist::Offload::kParamsAndOptimizer}) {
+    run.fsdp.offload = offload;
+    run.fsdp.offload_window = 256;
+    check_same(run_fsdp_on_threads(2, run), expected, fmt::format("offload {}", name_of(offload)));
+  }
+}
+
 TEST_CASE("reproducible: low-precision gradients", "[fsdp]") {
   for (const DType wire : {kBF16, kF32}) {
     FsdpRun run;

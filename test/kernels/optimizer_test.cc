@@ -5,6 +5,7 @@
 #include "core/autograd.h"
 #include "core/runtime/context.h"
 #include "kernels/optimizer/kernel.h"
+#include "kernels/optimizer/rounding.h"
 #include "test/testing.h"
 
 namespace tessera {
@@ -205,6 +206,194 @@ TEST_CASE("sgd_step: with and without momentum equals the definition in f64", "[
   }
 }
 
+template <class T>
+uint16_t rounded(float value, uint32_t word) {
+  return kernels::round_stochastic<T>(std::bit_cast<uint32_t>(value), word, T(value).bits);
+}
+template <class T>
+float decoded(uint32_t bits) {
+  T t;
+  t.bits = static_cast<uint16_t>(bits);
+  return static_cast<float>(t);
+}
+
+/// Between every two neighbours, normal and subnormal: the lower one for small words, from the
+/// right word on the upper one.
+template <class T>
+void check_grid() {
+  constexpr uint32_t kAll = 0xffffffff;
+  const float largest = std::bit_cast<float>(kernels::StochasticGrid<T>::kLargest);
+  CHECK(T(largest).bits + 1 == T(INFINITY).bits);
+  int64_t num_wrong = 0;
+  for (uint32_t bits = 0; decoded<T>(bits) < largest; ++bits) {
+    const float lower = decoded<T>(bits), upper = decoded<T>(bits + 1);
+    for (const float sign : {1.0f, -1.0f}) {
+      const auto low = T(sign * lower).bits, high = T(sign * upper).bits;
+      num_wrong += rounded<T>(sign * lower, 0) != low || rounded<T>(sign * lower, kAll) != low;
+      for (const float fraction : {0.25f, 0.5f, 0.875f}) {
+        const float value = sign * (lower + (upper - lower) * fraction);
+        if (value == sign * lower || value == sign * upper) continue;  // no f32 between them
+        // Exact in f32, except below its own subnormal numbers.
+        const double part = (std::abs(static_cast<double>(value)) - static_cast<double>(lower)) /
+                            (static_cast<double>(upper) - static_cast<double>(lower));
+        const auto first_up = static_cast<uint32_t>((1 - part) * 0x1p32);
+        num_wrong += rounded<T>(value, 0) != low || rounded<T>(value, first_up - 1) != low ||
+                     rounded<T>(value, first_up) != high || rounded<T>(value, kAll) != high;
+      }
+    }
+  }
+  CHECK(num_wrong == 0);
+}
+
+TEST_CASE("stochastic rounding: up with just the right probability, what fits stays",
+          "[optimizer]") {
+  check_grid<BFloat16>();
+  check_grid<Float16>();
+  // Below half the smallest subnormal number nearest would always give 0.
+  CHECK(rounded<Float16>(0x1p-40f, 0xffffffffu) == 1);
+  CHECK(rounded<Float16>(0x1p-40f, 0xffffffffu - (1u << 16)) == 0);
+  CHECK(rounded<Float16>(0x1p-80f, 0xffffffffu) == 0);
+}
+
+TEST_CASE("stochastic rounding: chance makes no infinity; what is not finite stays",
+          "[optimizer]") {
+  const float inf = INFINITY, nan = NAN;
+  for (const uint32_t word : {0u, 0x80000000u, 0xffffffffu}) {
+    for (const float sign : {1.0f, -1.0f}) {
+      CHECK(rounded<Float16>(sign * 65519, word) == Float16(sign * 65504).bits);
+      CHECK(rounded<Float16>(sign * 65521, word) == Float16(sign * inf).bits);
+      CHECK(rounded<Float16>(sign * inf, word) == Float16(sign * inf).bits);
+      CHECK(rounded<BFloat16>(sign * 0x1.fe8p127f, word) == BFloat16(sign * 0x1.fep127f).bits);
+      CHECK(rounded<BFloat16>(sign * 0x1.ff8p127f, word) == BFloat16(sign * inf).bits);
+      CHECK(rounded<BFloat16>(sign * inf, word) == BFloat16(sign * inf).bits);
+    }
+    CHECK(std::isnan(decoded<Float16>(rounded<Float16>(nan, word))));
+    CHECK(std::isnan(decoded<BFloat16>(rounded<BFloat16>(nan, word))));
+  }
+}
+
+double mean_of(const Tensor& t) {
+  double sum = 0;
+  for (const double value : t.to_vector()) sum += value;
+  return sum / static_cast<double>(t.numel());
+}
+
+TEST_CASE("adamw_step: case 22: many updates below half an ulp move bf16 by the true amount",
+          "[optimizer]") {
+  constexpr int64_t kNumel = 16384;
+  const std::vector<FlatSegment> segments = {{.begin = 0, .end = kNumel, .key = make_key(1, 2)}};
+  for (const bool is_stochastic : {false, true}) {
+    State s = make_state(kNumel, segments);
+    s.flat.segments = flat_segments(segments, kNumel, true);
+    s.flat.master.fill_(1);
+    s.flat.grad.fill_(1);
+    s.flat.low.fill_(1);
+    s.flat.weight_decay = 0;
+    s.flat.lr = 1e-4f;  // the ulp below 1 is 2^-8
+    s.adamw.exp_avg.fill_(0);
+    s.adamw.exp_avg_sq.fill_(0);
+    s.adamw.step = step_of(0);
+    if (is_stochastic) s.flat.rounding_step = s.adamw.step;
+    for (int i = 0; i < 10; ++i) {
+      advance_step(s.adamw.step);
+      adamw_step(s.flat, s.adamw);
+    }
+    const double moved = 1 - mean_of(s.flat.master);
+    CHECK(std::abs(moved - 1e-3) < 1e-6);
+    if (is_stochastic) {
+      // 5 standard deviations of the mean: an element is an ulp below with probability 0.256.
+      CHECK(std::abs(1 - mean_of(s.flat.low) - moved) < 5 * 0x1p-8 * 0.436 / 128);
+    } else {
+      CHECK(mean_of(s.flat.low) == 1);
+    }
+  }
+}
+
+TEST_CASE("adamw_step: the bits of chance do not depend on shards, windows or threads",
+          "[optimizer]") {
+  // Three parameters: as one shard; as two, cut inside the second at any element; in windows.
+  constexpr int64_t kNumel = 40'000;
+  const auto make_segment = [](int64_t parameter_begin, int64_t parameter_end, int64_t begin,
+                               int64_t end, int64_t shard_begin) {
+    FlatSegment segment;
+    segment.begin = std::max(parameter_begin, begin) - shard_begin;
+    segment.end = std::min(parameter_end, end) - shard_begin;
+    segment.key = make_key(7, static_cast<uint64_t>(parameter_begin));
+    segment.first_element = std::max(parameter_begin, begin) - parameter_begin;
+    return segment;
+  };
+  const int64_t bounds[][2] = {{0, 1}, {1, 30'003}, {30'208, kNumel}};
+  const auto low_of = [&](const std::vector<int64_t>& cuts, bool in_windows, DType dtype) {
+    State s = make_state(kNumel, {}, kF32, dtype);
+    s.flat.rounding_step = s.adamw.step;
+    for (size_t c = 0; c + 1 < cuts.size(); ++c) {
+      const int64_t begin = cuts[c], end = cuts[c + 1];
+      std::vector<FlatSegment> segments;
+      for (const auto& b : bounds) {
+        if (in_windows) {
+          segments.push_back(make_segment(b[0], b[1], b[0], b[1], 0));
+        } else if (std::max(b[0], begin) < std::min(b[1], end)) {
+          segments.push_back(make_segment(b[0], b[1], begin, end, begin));
+        }
+      }
+      const auto part = [&](const Tensor& t) { return t.narrow(0, begin, end - begin); };
+      FlatUpdate flat = s.flat;
+      flat.master = part(flat.master);
+      flat.grad = part(flat.grad);
+      flat.low = part(flat.low);
+      flat.first = in_windows ? begin : 0;
+      flat.segments = flat_segments(segments, in_windows ? kNumel : end - begin, true);
+      AdamWUpdate adamw = s.adamw;
+      adamw.exp_avg = part(adamw.exp_avg);
+      adamw.exp_avg_sq = part(adamw.exp_avg_sq);
+      adamw_step(flat, adamw);
+    }
+    return s.flat.low.to_vector();
+  };
+  for (const DType dtype : {kBF16, kF16}) {
+    const Values whole = low_of({0, kNumel}, false, dtype);
+    CHECK(low_of({0, 1, 7, 20'001, 30'001, kNumel}, false, dtype) == whole);
+    CHECK(low_of({0, 1, 7, 20'001, 30'001, kNumel}, true, dtype) == whole);
+    for (const int num_threads : {1, 2, 3}) {
+      ContextOptions options;
+      options.num_threads = num_threads;
+      const Context::Scope scope(std::make_shared<Context>(options));
+      CHECK(low_of({0, kNumel}, false, dtype) == whole);
+    }
+  }
+}
+
+TEST_CASE("round_low: what the update rounded is rounded the same way again", "[optimizer]") {
+  const std::vector<FlatSegment> segments = {
+      {.begin = 0, .end = 300, .key = make_key(1, 1)},
+      {.begin = 512, .end = 4001, .key = make_key(1, 2), .first_element = 33}};
+  State s = make_state(4010, segments);
+  s.flat.segments = flat_segments(segments, 4010, true);
+  s.flat.rounding_step = s.adamw.step;
+  adamw_step(s.flat, s.adamw);
+  const Tensor rounded = s.flat.low.clone();
+  s.flat.low.fill_(0);
+  round_low(s.flat);
+  check_bitwise(s.flat.low, rounded);
+  // Another step is another throw, another key too.
+  advance_step(s.adamw.step);
+  round_low(s.flat);
+  CHECK(s.flat.low.to_vector() != rounded.to_vector());
+  s.adamw.step.fill_(3);
+  auto other = segments;
+  for (FlatSegment& segment : other) segment.key = make_key(2, segment.key.k0);
+  s.flat.segments = flat_segments(other, 4010, true);
+  round_low(s.flat);
+  CHECK(s.flat.low.to_vector() != rounded.to_vector());
+  // Step 0 is what was initialized, or imported: to nearest, like the update without a step.
+  s.adamw.step.fill_(0);
+  round_low(s.flat);
+  const Tensor nearest = s.flat.low.clone();
+  s.flat.rounding_step = {};
+  round_low(s.flat);
+  check_bitwise(s.flat.low, nearest);
+}
+
 TEST_CASE("optimizer: an empty shard and a shard without segments are fine", "[optimizer]") {
   State empty_shard = make_state(0, {});
   adamw_step(empty_shard.flat, empty_shard.adamw);
@@ -267,6 +456,27 @@ TEST_CASE("optimizer: mistakes are named", "[optimizer]") {
       },
       "sgd_step: momentum_buffer must be contiguous with master's shape [8], got [3]");
   has([] { advance_step(zeros({})); }, "advance_step: step must be i64, got f32");
+  has(broken([](State& s) { s.flat.rounding_step = zeros({}); }),
+      "adamw_step: rounding_step must be i64, got f32");
+  has(broken([](State& s) {
+        s.flat.rounding_step = step_of(1);
+        s.flat.low = zeros({8}, kF32);
+      }),
+      "adamw_step: low must be bf16 or f16 for stochastic rounding, got f32");
+  has(broken([](State& s) {
+        s.flat.rounding_step = step_of(1);
+        s.flat.low = {};
+      }),
+      "adamw_step: low must be bf16 or f16 for stochastic rounding, got none");
+  has(broken([](State& s) { s.flat.rounding_step = step_of(1); }),
+      "adamw_step: stochastic rounding needs segments with the places of their parameters");
+  has(
+      [] {
+        State s = make_state(8, {{0, 8}});
+        s.flat.low = {};
+        round_low(s.flat);
+      },
+      "round_low: low must be defined");
 }
 
 TEST_CASE("optimizer: cost counts each byte once", "[optimizer]") {

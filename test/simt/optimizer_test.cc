@@ -33,6 +33,8 @@ struct Case {
   int64_t first = 0, numel = 4001, offset = 0;
   bool has_low = true, has_scale = true;
   Segments segments = kSegments;
+  bool is_stochastic = false;
+  int64_t element_shift = 0;  // of the parameters' elements against the shard's
 };
 
 /// Memory of one update; every run starts from the same values.
@@ -49,23 +51,26 @@ class Shard {
         bounds_(from_values(std::span<const int64_t>(c.segments.bounds),
                             {static_cast<int64_t>(c.segments.bounds.size())}, kI64)),
         factors_(from_values(std::span<const float>(c.segments.factors),
-                             {static_cast<int64_t>(c.segments.factors.size())}, kF32)) {}
+                             {static_cast<int64_t>(c.segments.factors.size())}, kF32)),
+        rounding_(rounding_of(c)) {}
 
   FlatUpdate flat() const {
-    return {.master = master_.as<float>(),
-            .low = case_.has_low ? low_.data() : nullptr,
-            .grad = grad_.data(),
-            .low_dtype = case_.low_dtype,
-            .grad_dtype = case_.grad_dtype,
-            .first = case_.first,
-            .numel = case_.numel,
-            .bounds = bounds_.as<int64_t>(),
-            .factors = factors_.as<float>(),
-            .num_segments = static_cast<int64_t>(case_.segments.bounds.size() / 2),
-            .grad_scale = case_.has_scale ? scale_.as<float>() : nullptr,
-            .skip = skip_.as<uint8_t>(),
-            .lr = 0.01f,
-            .weight_decay = 0.1f};
+    return {
+        .master = master_.as<float>(),
+        .low = case_.has_low ? low_.data() : nullptr,
+        .grad = grad_.data(),
+        .low_dtype = case_.low_dtype,
+        .grad_dtype = case_.grad_dtype,
+        .first = case_.first,
+        .numel = case_.numel,
+        .bounds = bounds_.as<int64_t>(),
+        .factors = factors_.as<float>(),
+        .num_segments = static_cast<int64_t>(case_.segments.bounds.size() / 2),
+        .grad_scale = case_.has_scale ? scale_.as<float>() : nullptr,
+        .skip = skip_.as<uint8_t>(),
+        .lr = 0.01f,
+        .weight_decay = 0.1f,
+        .rounding = {case_.is_stochastic ? rounding_.as<int64_t>() : nullptr, step_.as<int64_t>()}};
   }
   AdamWStep adamw() const {
     return {flat(), m_.as<float>(), v_.as<float>(), step_.as<int64_t>(), 0.9, 0.95, 1e-8};
@@ -80,8 +85,19 @@ class Shard {
   }
 
  private:
+  /// Every segment is a parameter of its own, with another key and first element.
+  static Tensor rounding_of(const Case& c) {
+    std::vector<int64_t> pairs;
+    for (size_t s = 0; s < c.segments.bounds.size() / 2; ++s) {
+      const PhiloxKey key = make_key(11, s);
+      pairs.push_back(static_cast<int64_t>(key.k0 | uint64_t{key.k1} << 32));
+      pairs.push_back(static_cast<int64_t>(256 * s) + c.element_shift);
+    }
+    return from_values(std::span<const int64_t>(pairs), {static_cast<int64_t>(pairs.size())}, kI64);
+  }
+
   Case case_;
-  DeviceBuffer master_, grad_, low_, m_, v_, bounds_, factors_;
+  DeviceBuffer master_, grad_, low_, m_, v_, bounds_, factors_, rounding_;
   DeviceBuffer scale_{from_values({0.5f}, {1})}, step_{from_values({int64_t{3}}, {1})};
   DeviceBuffer skip_{from_values({0}, {1}, kU8)};
 };
@@ -162,6 +178,83 @@ TEST_CASE("simt adamw_step: padding is neither read nor written", "[optimizer][s
   }
 }
 
+TEST_CASE("simt adamw_step: stochastic rounding has the CPU's bits wherever masters agree",
+          "[optimizer][simt]") {
+  for (const DType low : {kBF16, kF16}) {
+    for (const int64_t shift : {0, 1, 3}) {
+      for (const int64_t offset : {0, 1}) {
+        CAPTURE(shift, offset);
+        const Case c{.grad_dtype = shift == 1 ? kBF16 : kF32,
+                     .low_dtype = low,
+                     .first = 40 * shift,
+                     .numel = 1301,
+                     .offset = offset,
+                     .is_stochastic = true,
+                     .element_shift = shift};
+        const auto actual = run_in_all_schedules([&] {
+          const Shard shard(c);
+          kernels::cuda::adamw_step(nullptr, shard.adamw());
+          return shard.state();
+        });
+        // The masters of the device, rounded by the CPU.
+        const Shard reference(c);
+        std::memcpy(reference.flat().master, actual[0].raw_data(),
+                    static_cast<size_t>(actual[0].nbytes()));
+        kernels::cpu::round_low({reference.flat()});
+        check_bitwise(actual[1], reference.state()[1], "low");
+        const Shard again(c);
+        std::memcpy(again.flat().master, actual[0].raw_data(),
+                    static_cast<size_t>(actual[0].nbytes()));
+        kernels::cuda::round_low(nullptr, {again.flat()});
+        check_bitwise(again.state()[1], actual[1], "round_low");
+        Case nearest = c;
+        nearest.is_stochastic = false;
+        const Shard other(nearest);
+        std::memcpy(other.flat().master, actual[0].raw_data(),
+                    static_cast<size_t>(actual[0].nbytes()));
+        kernels::cuda::round_low(nullptr, {other.flat()});
+        CHECK(other.state()[1].to_vector() != actual[1].to_vector());
+      }
+    }
+  }
+}
+
+TEST_CASE("simt round_low: infinities, NaN and the largest values as on the CPU, step 0 to nearest",
+          "[optimizer][simt]") {
+  const float values[] = {0.0f,        -0.0f,     INFINITY,      -INFINITY,   65504.0f,
+                          65519.9f,    65520.0f,  -7e4f,         0x1.fep127f, 0x1.fe8p127f,
+                          0x1.ffp127f, 0x1p-14f,  0x1.8p-15f,    0x1.7p-24f,  0x1p-26f,
+                          0x1p-60f,    0x1p-140f, -0x1.234p-16f, 1.0f,        1.001f};
+  constexpr int64_t kNumel = std::size(values);
+  for (const DType low : {kBF16, kF16}) {
+    const Case c{.low_dtype = low,
+                 .numel = kNumel,
+                 .segments = {{0, kNumel}, {1, 1}},
+                 .is_stochastic = true};
+    const auto round = [&](const auto& kernel, int64_t step) {
+      const Shard shard(c);
+      std::copy(std::begin(values), std::end(values), shard.flat().master);
+      *const_cast<int64_t*>(shard.flat().rounding.step) = step;
+      kernel(shard.flat());
+      return shard.state()[1];
+    };
+    for (const int64_t step : {0, 1, 2, 3, 4, 5, 6, 7}) {
+      const Tensor actual =
+          round([](const FlatUpdate& p) { kernels::cuda::round_low(nullptr, {p}); }, step);
+      check_bitwise(actual, round([](const FlatUpdate& p) { kernels::cpu::round_low({p}); }, step),
+                    "low");
+      if (step == 0) {
+        check_bitwise(actual, from_values(std::span<const float>(values), {kNumel}, low),
+                      "nearest");
+      }
+    }
+    const Shard shard(c);
+    shard.flat().master[3] = NAN;
+    kernels::cuda::round_low(nullptr, {shard.flat()});
+    CHECK(std::isnan(shard.state()[1].to_vector()[3]));
+  }
+}
+
 TEST_CASE("simt sgd_step: plain, momentum, Nesterov", "[optimizer][simt]") {
   for (const DType grad : {kF32, kBF16, kF16}) {
     check_sgd({.grad_dtype = grad, .numel = 1700}, 0, false);
@@ -206,6 +299,13 @@ TEST_CASE("simt optimizer: nothing to update launches nothing, f64 is refused",
   CHECK_THAT(error_of([&] { kernels::cuda::adamw_step(nullptr, args); }),
              Catch::Matchers::Contains("adamw_step: no CUDA kernel for dtype f64"));
   args = shard.adamw();
+  kernels::RoundLow round{args};
+  round.low = nullptr;
+  kernels::cuda::round_low(nullptr, round);
+  round = {args};
+  round.low_dtype = kF64;
+  CHECK_THAT(error_of([&] { kernels::cuda::round_low(nullptr, round); }),
+             Catch::Matchers::Contains("round_low: no CUDA kernel for dtype f64"));
   args.low_dtype = kF64;
   CHECK_THAT(error_of([&] { kernels::cuda::adamw_step(nullptr, args); }),
              Catch::Matchers::Contains("adamw_step: no CUDA kernel for dtype f64"));
