@@ -86,9 +86,7 @@ struct ExportOptions {
 };
 
 /// The model of a checkpoint without values, for its sizes.
-std::unique_ptr<nn::LanguageModel> model_of(const dist::CheckpointReader& reader,
-                                            const std::string& tokenizer) {
-  const Config config = parse_config(reader.manifest().progress.config, reader.dir() + ": config");
+std::unique_ptr<nn::LanguageModel> model_of(const Config& config, const std::string& tokenizer) {
   const int64_t vocab_size = config.model.vocab != 0 ? config.model.vocab
                              : fs::exists(tokenizer) ? load_tokenizer(tokenizer)->vocab_size()
                                                      : 0;
@@ -104,8 +102,13 @@ void export_model(const std::string& path, const std::string& target, const Expo
   const std::string tokenizer = (fs::path(reader.dir()).parent_path() / "tokenizer.json").string();
   dist::make_directory_durably(target);
   if (options.format == "hf") {
-    const auto model = model_of(reader, tokenizer);
-    dist::HfWriter writer(target, dist::hf_config_of(*model), options.hf);
+    const Config config =
+        parse_config(reader.manifest().progress.config, reader.dir() + ": config");
+    const auto model = model_of(config, tokenizer);
+    dist::HfWriteOptions hf = options.hf;
+    hf.token_ids = {parse_ids(config.model.bos_ids), parse_ids(config.model.eos_ids),
+                    parse_ids(config.model.pad_ids)};
+    dist::HfWriter writer(target, dist::hf_config_of(*model), hf);
     dist::for_each_parameter(reader,
                              [&](const std::string& name, const Shape& shape, const float* values) {
                                writer.write(name, values, shape.numel());

@@ -255,8 +255,22 @@ template <class... Args>
       fmt::format("{}: {}", config.origin(key), fmt::format(format, std::forward<Args>(args)...)));
 }
 
+void check_ids(const Config& config) {
+  const ModelConfig& m = config.model;
+  const std::pair<const char*, const std::string*> all[] = {
+      {"model.bos_ids", &m.bos_ids}, {"model.eos_ids", &m.eos_ids}, {"model.pad_ids", &m.pad_ids}};
+  for (const auto& [key, text] : all) {
+    try {
+      parse_ids(*text);
+    } catch (const ConfigError& error) {
+      fail_at(config, key, "{} = {}", key, error.what());
+    }
+  }
+}
+
 void check_model(const Config& config) {
   const ModelConfig& m = config.model;
+  check_ids(config);
   if (m.head_width == 0 && m.width % m.heads != 0) {
     fail_at(config, "model.width", "model.width = {}, expected a multiple of model.heads = {}",
             m.width, m.heads);
@@ -423,6 +437,13 @@ std::vector<Field> config_fields(Config& c) {
        {},
        "llama3: the context before"},
       {"model.norm_eps", &c.model.norm_eps, positive, {}, "epsilon of the norms"},
+      {"model.bos_ids",
+       &c.model.bos_ids,
+       any,
+       {},
+       "token ids that texts begin with, for config.json of exports; set by model.from"},
+      {"model.eos_ids", &c.model.eos_ids, any, {}, "and that they end with, such as 2 or 2,7"},
+      {"model.pad_ids", &c.model.pad_ids, any, {}, "and that fill them up"},
       {"model.dropout", &c.model.dropout, fraction, {}, "gpt2, bloom: dropout probability"},
 
       {"data.text", &c.data.text, any, {}, "a text file to train on"},
@@ -806,6 +827,24 @@ std::string config_help() {
                        expected, value_text(field));
   }
   return out;
+}
+
+std::vector<int64_t> parse_ids(std::string_view text) {
+  constexpr int64_t kMax = (int64_t{1} << 31) - 1;
+  std::vector<int64_t> ids;
+  const char* const end = text.data() + text.size();
+  for (const char* next = text.data(); next < end;) {
+    int64_t id = -1;
+    const auto [stop, error] = std::from_chars(next, end, id);
+    const bool is_last = stop == end;
+    if (error != std::errc() || id < 0 || id > kMax || (!is_last && *stop != ',') ||
+        stop + 1 == end) {
+      throw ConfigError(fmt::format("{}, expected token ids, such as 2 or 2,7", quote(text)));
+    }
+    ids.push_back(id);
+    next = is_last ? end : stop + 1;
+  }
+  return ids;
 }
 
 std::string_view nearest_name(std::string_view word, std::span<const std::string_view> candidates) {

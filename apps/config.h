@@ -26,6 +26,7 @@ struct ModelConfig {
   std::string rope_scaling = "none";
   double rope_factor = 1, rope_low_freq_factor = 1, rope_high_freq_factor = 4;
   int64_t rope_original_context = 8192;
+  std::string bos_ids, eos_ids, pad_ids;
 };
 struct DataConfig {
   std::string text, tokens, val_tokens, tokenizer = "byte";
@@ -162,6 +163,9 @@ std::string dump_config(const Config& config);
 
 /// All keys with defaults, ranges and meaning, for --help.
 std::string config_help();
+
+/// The numbers of a text such as "128001,128008"; none for "". ConfigError for anything else.
+std::vector<int64_t> parse_ids(std::string_view text);
 
 /// The candidate with the smallest edit distance to `word`.
 std::string_view nearest_name(std::string_view word, std::span<const std::string_view> candidates);

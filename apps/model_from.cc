@@ -1,5 +1,7 @@
 #include "apps/model_from.h"
 
+#include <fmt/ranges.h>
+
 #include <algorithm>
 #include <map>
 
@@ -61,6 +63,14 @@ void take_model_from(Config& config) {
   const dist::HfModelConfig found = dist::parse_hf_config(file.path(), file.text());
   Config taken = config;
   std::visit([&](const auto& c) { set_model(taken.model, c); }, found);
+  const dist::HfTokenIds ids = dist::parse_hf_token_ids(file.path(), file.text());
+  // Nothing is computed with these: other ones may be given.
+  const auto set_ids = [&](const char* key, std::string& text, const std::vector<int64_t>& values) {
+    if (!config.origins.contains(key)) text = fmt::format("{}", fmt::join(values, ","));
+  };
+  set_ids("model.bos_ids", taken.model.bos_ids, ids.bos);
+  set_ids("model.eos_ids", taken.model.eos_ids, ids.eos);
+  set_ids("model.pad_ids", taken.model.pad_ids, ids.pad);
   if (config.origins.contains("model.context")) {
     taken.model.context = std::min(taken.model.context, config.model.context);
   }

@@ -131,6 +131,22 @@ class Keys {
     return &object_.at(std::string(key));
   }
 
+  /// One id or several; -1, with which some files say "none", is none.
+  std::vector<int64_t> token_ids(std::string_view key) const {
+    constexpr int64_t kMax = (int64_t{1} << 31) - 1;
+    std::vector<int64_t> ids;
+    if (!has(key)) return ids;
+    const json& value = object_.at(std::string(key));
+    const json all = value.is_array() ? value : json::array({value});
+    for (const json& each : all) {
+      if (each == -1) continue;
+      const int64_t id = json_size(each);
+      if (id < 0 || id > kMax) fail(key, fmt::format("an integer in [0, {}], or several", kMax));
+      ids.push_back(id);
+    }
+    return ids;
+  }
+
   /// InputError unless the key is absent or has this value.
   void require(std::string_view key, const json& value) {
     read_.emplace(key);
@@ -368,6 +384,12 @@ json to_json(const nn::BloomConfig& c) {
           {"tie_word_embeddings", c.tied}};
 }
 
+json parse_object(const std::string& path, std::string_view text) {
+  json object = parse_strict_json(path, text, kMaxDepth, "the object of a model");
+  if (object.is_object()) return object;
+  throw InputError(fmt::format("{}: no object, expected the object of a model", path));
+}
+
 std::string_view torch_name(DType dtype) {
   return dtype == kBF16 ? "bfloat16" : dtype == kF16 ? "float16" : "float32";
 }
@@ -375,10 +397,7 @@ std::string_view torch_name(DType dtype) {
 }  // namespace
 
 HfModelConfig parse_hf_config(const std::string& path, std::string_view text) {
-  const json object = parse_strict_json(path, text, kMaxDepth, "the object of a model");
-  if (!object.is_object()) {
-    throw InputError(fmt::format("{}: no object, expected the object of a model", path));
-  }
+  const json object = parse_object(path, text);
   const std::string architecture = architecture_of(path, object);
   Keys keys(path, object);
   HfModelConfig config;
@@ -393,8 +412,22 @@ HfModelConfig parse_hf_config(const std::string& path, std::string_view text) {
   return config;
 }
 
-std::string hf_config_json(const HfModelConfig& config, DType dtype) {
+HfTokenIds parse_hf_token_ids(const std::string& path, std::string_view text) {
+  const json object = parse_object(path, text);
+  const Keys keys(path, object);
+  return {keys.token_ids("bos_token_id"), keys.token_ids("eos_token_id"),
+          keys.token_ids("pad_token_id")};
+}
+
+std::string hf_config_json(const HfModelConfig& config, DType dtype, const HfTokenIds& ids) {
   json object = std::visit([](const auto& c) { return to_json(c); }, config);
+  const auto add = [&](const char* key, const std::vector<int64_t>& values) {
+    if (values.size() == 1) object[key] = values.front();
+    if (values.size() > 1) object[key] = values;
+  };
+  add("bos_token_id", ids.bos);
+  add("eos_token_id", ids.eos);
+  add("pad_token_id", ids.pad);
   object["torch_dtype"] = torch_name(dtype);
   object["use_cache"] = true;
   return object.dump(2) + "\n";

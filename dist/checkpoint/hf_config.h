@@ -4,6 +4,7 @@
 #include <string>
 #include <string_view>
 #include <variant>
+#include <vector>
 
 #include "core/dtype.h"
 #include "nn/bloom.h"
@@ -29,10 +30,19 @@ using HfModelConfig = std::variant<nn::Gpt2Config, nn::LlamaConfig, nn::BloomCon
 ///          here lack (attention_bias of Llama, yarn, ...), an unknown key that is switched on
 HfModelConfig parse_hf_config(const std::string& path, std::string_view text);
 
+/// The tokens that a text begins and ends with and that fill it up. Nothing here computes with
+/// them; an export has those of the model it came from. Empty: the model has none.
+struct HfTokenIds {
+  std::vector<int64_t> bos, eos, pad;
+};
+
+/// bos_token_id, eos_token_id, pad_token_id: a number or several. InputError as parse_hf_config.
+HfTokenIds parse_hf_token_ids(const std::string& path, std::string_view text);
+
 /// The config.json of a model, with sizes as its `config()` has them. Llama's relatives are named
 /// by what they have: qk_norm is Qwen3, qkv_bias Qwen2, neither Llama. Errors   ConfigError for a
 /// model that transformers has no name for (qk_norm with qkv_bias, ...)
-std::string hf_config_json(const HfModelConfig& config, DType dtype);
+std::string hf_config_json(const HfModelConfig& config, DType dtype, const HfTokenIds& ids = {});
 
 /// The sizes of a model of ours. ConfigError if it is of another class.
 HfModelConfig hf_config_of(const nn::LanguageModel& model);

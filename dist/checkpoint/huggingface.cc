@@ -92,6 +92,7 @@ std::vector<std::byte> make_tensor(const HfTensor& tensor, const float* ours, in
 HfReader::HfReader(const std::string& dir) : dir_(dir) {
   const MappedFile config(dir + "/config.json");
   config_ = parse_hf_config(config.path(), config.text());
+  token_ids_ = parse_hf_token_ids(config.path(), config.text());
   parameters_ = hf_parameters(config_);
   for (const HfParameter& p : parameters_) by_name_.emplace(p.name, &p);
   open_files();
@@ -178,7 +179,7 @@ void HfReader::read(std::string_view name, int64_t begin, int64_t end, float* ds
   const int64_t cols = p.cols();
   for (const HfTensor& source : p.sources) {
     const Place& place = tensors_.find(source.name)->second;
-    const DType dtype = place.entry->dtype;
+    const DType dtype = *place.entry->dtype.ours();  // check_tensors
     const auto* data = static_cast<const char*>(place.file->data(*place.entry));
     const auto at = [&](int64_t element) {
       return data + element * static_cast<int64_t>(size_of(dtype));
@@ -286,7 +287,7 @@ void HfWriter::finish() {
     const json index = {{"metadata", {{"total_size", total}}}, {"weight_map", map}};
     write_durably(dir_ + "/" + kIndexName, index.dump(2) + "\n");
   }
-  write_durably(dir_ + "/config.json", hf_config_json(config_, options_.dtype));
+  write_durably(dir_ + "/config.json", hf_config_json(config_, options_.dtype, options_.token_ids));
 }
 
 void export_hf(const std::string& dir, nn::LanguageModel& model, Fsdp& fsdp, World& world,

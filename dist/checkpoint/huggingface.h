@@ -28,6 +28,7 @@ class HfReader {
 
   const std::string& dir() const { return dir_; }
   const HfModelConfig& config() const { return config_; }
+  const HfTokenIds& token_ids() const { return token_ids_; }
   const std::vector<HfParameter>& parameters() const { return parameters_; }
   /// Of a parameter of ours. InputError if the model has none of that name.
   Shape shape_of(std::string_view name) const;
@@ -47,6 +48,7 @@ class HfReader {
 
   std::string dir_;
   HfModelConfig config_;
+  HfTokenIds token_ids_;
   std::vector<HfParameter> parameters_;
   std::unordered_map<std::string, const HfParameter*> by_name_;
   std::vector<std::unique_ptr<SafetensorsFile>> files_;
@@ -60,6 +62,7 @@ void load_hf(const HfReader& reader, Fsdp& fsdp, nn::Module& model);
 struct HfWriteOptions {
   DType dtype = kF32;                       ///< f32 | bf16 | f16
   int64_t max_file_nbytes = 5'000'000'000;  ///< beyond it, several files and an index
+  HfTokenIds token_ids = {};                ///< for config.json
 };
 
 /// Writes a model's directory tensor by tensor: no more than the parameter given and one tensor

@@ -1,6 +1,7 @@
 #include "dist/checkpoint/safetensors.h"
 
 #include <fcntl.h>
+#include <fmt/ranges.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -22,12 +23,32 @@ constexpr int64_t kMaxHeaderNbytes = 100'000'000;
 constexpr int kMaxHeaderDepth = 4;
 constexpr std::string_view kMetadata = "__metadata__";
 
-struct DTypeName {
+struct TypeName {
   std::string_view name;
-  DType dtype;
+  int64_t nbytes;
+  std::optional<DType> ours;
 };
-constexpr DTypeName kDTypeNames[] = {{"F32", kF32}, {"BF16", kBF16}, {"F16", kF16}, {"F64", kF64},
-                                     {"I32", kI32}, {"I64", kI64},   {"U8", kU8}};
+constexpr TypeName kTypeNames[] = {{"F32", 4, kF32},
+                                   {"BF16", 2, kBF16},
+                                   {"F16", 2, kF16},
+                                   {"F64", 8, kF64},
+                                   {"I32", 4, kI32},
+                                   {"I64", 8, kI64},
+                                   {"U8", 1, kU8},
+                                   {"I8", 1, std::nullopt},
+                                   {"I16", 2, std::nullopt},
+                                   {"U16", 2, std::nullopt},
+                                   {"U32", 4, std::nullopt},
+                                   {"U64", 8, std::nullopt},
+                                   {"BOOL", 1, std::nullopt},
+                                   {"F8_E4M3", 1, std::nullopt},
+                                   {"F8_E5M2", 1, std::nullopt}};
+
+std::string all_type_names() {
+  std::vector<std::string_view> names;
+  for (const TypeName& type : kTypeNames) names.push_back(type.name);
+  return fmt::format("{} or {}", fmt::join(names.begin(), names.end() - 1, ", "), names.back());
+}
 
 template <class... Args>
 [[noreturn]] void fail_input(const std::string& path, fmt::format_string<Args...> format,
@@ -57,27 +78,27 @@ std::optional<int64_t> as_size(const json& value) {
   return number < 0 ? std::nullopt : std::optional(number);
 }
 
-DType parse_dtype(const std::string& path, const std::string& name, const json& info) {
+StoredDType parse_dtype(const std::string& path, const std::string& name, const json& info) {
   const auto found = info.find("dtype");
   if (found != info.end() && found->is_string()) {
-    if (const auto dtype = dtype_from_safetensors(found->get_ref<const std::string&>())) {
+    if (const auto dtype = StoredDType::from_name(found->get_ref<const std::string&>())) {
       return *dtype;
     }
   }
-  fail_input(path, "tensor {}: dtype {}, expected F32, BF16, F16, F64, I32, I64 or U8", name,
-             found == info.end() ? "missing" : found->dump());
+  fail_input(path, "tensor {}: dtype {}, expected {}", name,
+             found == info.end() ? "missing" : found->dump(), all_type_names());
 }
 
 /// The shape and, since it may overflow, the number of bytes.
 std::pair<Shape, int64_t> parse_shape(const std::string& path, const std::string& name,
-                                      const json& info, DType dtype) {
+                                      const json& info, StoredDType dtype) {
   const auto found = info.find("shape");
   if (found == info.end() || !found->is_array() || found->size() > Shape::kMaxDims) {
     fail_input(path, "tensor {}: no shape, expected an array of at most {} sizes", name,
                Shape::kMaxDims);
   }
   Shape shape;
-  int64_t nbytes = static_cast<int64_t>(size_of(dtype));
+  int64_t nbytes = dtype.nbytes_each();
   bool is_empty = false, overflow = false;
   for (const json& dim : *found) {
     const auto size = as_size(dim);
@@ -106,18 +127,40 @@ std::pair<int64_t, int64_t> parse_offsets(const std::string& path, const std::st
 
 }  // namespace
 
-std::string_view safetensors_name(DType dtype) {
-  for (const DTypeName& entry : kDTypeNames) {
-    if (entry.dtype == dtype) return entry.name;
+StoredDType::StoredDType(DType dtype)
+    : index_(static_cast<size_t>(
+          std::find_if(std::begin(kTypeNames), std::end(kTypeNames),
+                       [&](const TypeName& type) { return type.ours == dtype; }) -
+          std::begin(kTypeNames))) {
+  if (index_ == std::size(kTypeNames)) {
+    TESSERA_UNIMPLEMENTED("safetensors: no name for dtype {}", dtype);
   }
-  TESSERA_UNIMPLEMENTED("safetensors: no name for dtype {}", dtype);
+}
+
+std::optional<StoredDType> StoredDType::from_name(std::string_view name) {
+  for (size_t i = 0; i < std::size(kTypeNames); ++i) {
+    if (kTypeNames[i].name == name) return StoredDType(i);
+  }
+  return std::nullopt;
+}
+
+std::string_view StoredDType::name() const {
+  return kTypeNames[index_].name;
+}
+std::optional<DType> StoredDType::ours() const {
+  return kTypeNames[index_].ours;
+}
+int64_t StoredDType::nbytes_each() const {
+  return kTypeNames[index_].nbytes;
+}
+
+std::string_view safetensors_name(DType dtype) {
+  return StoredDType(dtype).name();
 }
 
 std::optional<DType> dtype_from_safetensors(std::string_view name) {
-  for (const DTypeName& entry : kDTypeNames) {
-    if (entry.name == name) return entry.dtype;
-  }
-  return std::nullopt;
+  const std::optional<StoredDType> dtype = StoredDType::from_name(name);
+  return dtype ? dtype->ours() : std::nullopt;
 }
 
 SafetensorsFile::SafetensorsFile(const std::string& path)
@@ -154,7 +197,7 @@ SafetensorsFile::SafetensorsFile(const std::string& path)
       }
       continue;
     }
-    const DType dtype = parse_dtype(path, name, info);
+    const StoredDType dtype = parse_dtype(path, name, info);
     const auto shape_nbytes = parse_shape(path, name, info, dtype);
     const auto offsets = parse_offsets(path, name, info, data_nbytes);
     if (offsets.second - offsets.first != shape_nbytes.second) {
@@ -193,7 +236,8 @@ const void* SafetensorsFile::data(const SafetensorsEntry& entry) const {
 }
 
 std::string safetensors_header(std::span<const SafetensorsEntry> entries,
-                               const std::map<std::string, std::string>& metadata) {
+                               const std::map<std::string, std::string>& metadata,
+                               size_t alignment) {
   nlohmann::ordered_json header = nlohmann::ordered_json::object();
   if (!metadata.empty()) header[std::string(kMetadata)] = metadata;
   std::set<std::string_view> names;
@@ -202,16 +246,20 @@ std::string safetensors_header(std::span<const SafetensorsEntry> entries,
     TESSERA_CHECK(names.insert(entry.name).second, "safetensors: tensor {} twice", entry.name);
     // Appended without a search for the name: an ordered object looks at all keys before it.
     nlohmann::ordered_json info = {
-        {"dtype", safetensors_name(entry.dtype)},
+        {"dtype", entry.dtype.name()},
         {"shape", std::vector<int64_t>(entry.shape.begin(), entry.shape.end())},
         {"data_offsets", {offset, offset + entry.nbytes()}}};
     header.get_ref<nlohmann::ordered_json::object_t&>().emplace_back(entry.name, std::move(info));
     offset += entry.nbytes();
   }
   std::string text = header.dump();
-  text.resize((text.size() + 7) / 8 * 8, ' ');  // so that the data is aligned
+  constexpr size_t kLengthNbytes = 8;
+  const size_t nbytes =
+      (kLengthNbytes + text.size() + alignment - 1) / alignment * alignment - kLengthNbytes;
+  text.resize(nbytes, ' ');
   std::string length;
-  for (size_t i = 0; i < 8; ++i) length += static_cast<char>((text.size() >> (8 * i)) & 0xff);
+  for (size_t i = 0; i < kLengthNbytes; ++i)
+    length += static_cast<char>((text.size() >> (8 * i)) & 0xff);
   return length + text;
 }
 

@@ -19,14 +19,32 @@
 
 namespace tessera::dist {
 
-struct SafetensorsEntry {
-  std::string name;
-  DType dtype = kF32;
-  Shape shape;
-  int64_t nbytes() const { return shape.numel() * static_cast<int64_t>(size_of(dtype)); }
+/// The element type of a tensor in a file: one of ours, or one that tensors here do not have (I8,
+/// U32, F8_E4M3, ...), whose bytes can be read all the same.
+class StoredDType {
+ public:
+  StoredDType(DType dtype);  // implicit: any of ours is one
+  /// Empty for a name that is not known.
+  static std::optional<StoredDType> from_name(std::string_view name);
+
+  std::string_view name() const;      ///< of the format: "F32", "I8"
+  std::optional<DType> ours() const;  ///< empty if tensors here do not have it
+  int64_t nbytes_each() const;
+  bool operator==(const StoredDType&) const = default;
+
+ private:
+  explicit StoredDType(size_t index) : index_(index) {}
+  size_t index_;  // in the table of names
 };
 
-/// "F32", "BF16", ... and back (empty: the format has no such name, or we no such dtype).
+struct SafetensorsEntry {
+  std::string name;
+  StoredDType dtype = kF32;
+  Shape shape;
+  int64_t nbytes() const { return shape.numel() * dtype.nbytes_each(); }
+};
+
+/// "F32", "BF16", ... and back (empty: not a name of one of ours).
 std::string_view safetensors_name(DType dtype);
 std::optional<DType> dtype_from_safetensors(std::string_view name);
 
@@ -54,9 +72,10 @@ class SafetensorsFile {
 };
 
 /// What a file begins with: the length and the JSON of its tensors in their order, padded so that
-/// the data after it is aligned. Error if a name comes twice.
+/// the data after it begins at a multiple of `alignment` bytes. Error if a name comes twice.
 std::string safetensors_header(std::span<const SafetensorsEntry> entries,
-                               const std::map<std::string, std::string>& metadata = {});
+                               const std::map<std::string, std::string>& metadata = {},
+                               size_t alignment = 8);
 
 /// Writes a file tensor by tensor, so that no more than one needs to be in memory. It is made under
 /// `path`.tmp and gets its name by `finish`; without that nothing is left. IoError with the
@@ -86,3 +105,12 @@ class SafetensorsWriter {
 };
 
 }  // namespace tessera::dist
+
+/// Ours as they are called here, the others as in the file.
+template <>
+struct fmt::formatter<tessera::dist::StoredDType> : fmt::formatter<std::string_view> {
+  auto format(tessera::dist::StoredDType dtype, fmt::format_context& ctx) const {
+    const auto ours = dtype.ours();
+    return fmt::formatter<std::string_view>::format(ours ? name_of(*ours) : dtype.name(), ctx);
+  }
+};

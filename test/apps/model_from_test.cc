@@ -4,6 +4,7 @@
 #include <nlohmann/json.hpp>
 #include <sstream>
 
+#include "apps/checkpoint_command.h"
 #include "apps/trainer.h"
 #include "core/files.h"
 #include "dist/comm/local.h"
@@ -63,6 +64,37 @@ TEST_CASE("model_from: the sizes are those of config.json", "[model_from]") {
   CHECK(config_for(dir, "qwen3").model.qk_norm);
   CHECK(error_of([&] { config_for(dir, "gpt2", {"--model.context=1000"}); }) ==
         "command line: model.context = 1000, expected 24 of " + folder("gpt2") + "/config.json");
+}
+
+TEST_CASE("model_from: ids of begin, end and padding go through a checkpoint into an export",
+          "[model_from]") {
+  const TempDir dir;
+  const auto export_of = [&](const Config& config) {
+    dist::run_ranks(2, [&](dist::World& world) { train(config, world); });
+    std::FILE* out = std::fopen((dir / "log").c_str(), "w");
+    const int status = checkpoint_command({"export", config.output.dir, dir / "hf"}, out);
+    std::fclose(out);
+    CHECK(status == 0);
+    return nlohmann::json::parse(read_file(dir / "hf/config.json"));
+  };
+  const Config imported = config_for(dir, "llama3", {"--checkpoint.every=3"});
+  CHECK(imported.model.bos_ids == "1");
+  const auto json = export_of(imported);
+  CHECK(json["bos_token_id"] == 1);
+  CHECK(json["eos_token_id"] == 2);
+  CHECK_FALSE(json.contains("pad_token_id"));  // null there
+  // Other ones may be given; what a model does not have is left out.
+  const auto given = export_of(config_for(dir, "llama3",
+                                          {"--checkpoint.every=3", "--model.eos_ids=2,7",
+                                           "--model.pad_ids=0", "--output.dir=" + dir / "given"}));
+  CHECK(given["bos_token_id"] == 1);
+  CHECK(given["eos_token_id"] == std::vector<int>{2, 7});
+  CHECK(given["pad_token_id"] == 0);
+  const auto none =
+      export_of(config_for(dir, "qwen3", {"--checkpoint.every=3", "--output.dir=" + dir / "none"}));
+  for (const char* key : {"bos_token_id", "eos_token_id", "pad_token_id"}) {
+    CHECK_FALSE(none.contains(key));
+  }
 }
 
 TEST_CASE("model_from: the resolved configuration stands on its own", "[model_from]") {

@@ -136,7 +136,7 @@ TEST_CASE("huggingface: an export has the names and keys of the original", "[hug
     INFO(family);
     const TempDir temp;
     const HfReader original(folder(family));
-    HfWriter writer(temp.path(), original.config());
+    HfWriter writer(temp.path(), original.config(), {.token_ids = original.token_ids()});
     for (const HfParameter& p : original.parameters()) {
       std::vector<float> values(static_cast<size_t>(p.shape.numel()));
       original.read(p.name, 0, p.shape.numel(), values.data());
@@ -172,6 +172,11 @@ TEST_CASE("huggingface: an export has the names and keys of the original", "[hug
     const auto mine = nlohmann::json::parse(read_file(temp.path() + "/config.json"));
     const auto golden = nlohmann::json::parse(read_file(folder(family) + "/config.json"));
     CHECK(mine["vocab_size"] == golden["vocab_size"]);
+    for (const char* key : {"bos_token_id", "eos_token_id", "pad_token_id"}) {
+      CAPTURE(key);
+      CHECK(mine.contains(key) == !golden[key].is_null());
+      if (mine.contains(key)) CHECK(mine[key] == golden[key]);
+    }
     // Mistral without a window is a Llama by another name.
     if (std::string(family) != "mistral") {
       CHECK(mine["architectures"] == golden["architectures"]);
@@ -187,7 +192,8 @@ TEST_CASE("huggingface: exports of all families into a folder", "[.hf-export]") 
   for (const char* family : kFamilies) {
     run_ranks(2, [&](World& world) {
       Loaded loaded(folder(family), world);
-      export_hf(std::string(out) + "/" + family, *loaded.model, *loaded.fsdp, world);
+      export_hf(std::string(out) + "/" + family, *loaded.model, *loaded.fsdp, world,
+                {.token_ids = HfReader(folder(family)).token_ids()});
     });
   }
 }
@@ -265,6 +271,27 @@ TEST_CASE("huggingface: configs that are not supported are named", "[huggingface
         "config.json: rope scaling: rope_type is missing, expected default, linear or llama3");
   CHECK(error("{" + llama + R"(, "rope_parameters": {"rope_type": "yarn"}})") ==
         "config.json: rope scaling: rope_type is \"yarn\", expected default, linear or llama3");
+}
+
+TEST_CASE("huggingface: ids of begin, end and padding are a number, several or none",
+          "[huggingface]") {
+  const HfTokenIds ids = parse_hf_token_ids("config.json", R"({"bos_token_id": 128000,
+      "eos_token_id": [128001, 128008], "pad_token_id": -1})");
+  CHECK(ids.bos == std::vector<int64_t>{128000});
+  CHECK(ids.eos == std::vector<int64_t>{128001, 128008});
+  CHECK(ids.pad.empty());
+  const auto json = nlohmann::json::parse(hf_config_json(nn::LlamaConfig{}, kF32, ids));
+  CHECK(json["bos_token_id"] == 128000);
+  CHECK(json["eos_token_id"] == std::vector<int>{128001, 128008});
+  CHECK_FALSE(json.contains("pad_token_id"));
+  const auto error = [](const std::string& value) {
+    return error_of(
+        [&] { parse_hf_token_ids("config.json", R"({"eos_token_id": )" + value + "}"); });
+  };
+  for (const std::string bad : {"\"</s>\"", "1.5", "[1,\"2\"]", "-2", "4294967296", "{}"}) {
+    CHECK(error(bad) == "config.json: eos_token_id is " + bad +
+                            ", expected an integer in [0, 2147483647], or several");
+  }
 }
 
 TEST_CASE("huggingface: a sliding window shorter than the context limits it", "[huggingface]") {

@@ -69,6 +69,42 @@ TEST_CASE("safetensors: what is written reads back", "[safetensors]") {
         dir / "m.safetensors: no tensor b among 5, expected it");
 }
 
+TEST_CASE("safetensors: element types that tensors here do not have are read as bytes",
+          "[safetensors]") {
+  struct Type {
+    const char* name;
+    int64_t nbytes;
+  };
+  const Type types[] = {{"I8", 1},  {"I16", 2},  {"U16", 2},     {"U32", 4},
+                        {"U64", 8}, {"BOOL", 1}, {"F8_E4M3", 1}, {"F8_E5M2", 1}};
+  const TempDir dir;
+  std::string header = R"({"__metadata__":{"test":"a"})", data;
+  for (const Type& type : types) {
+    const auto begin = static_cast<int64_t>(data.size()), end = begin + 6 * type.nbytes;
+    header += fmt::format(R"(,"{}":{{"dtype":"{}","shape":[2,3],"data_offsets":[{},{}]}})",
+                          type.name, type.name, begin, end);
+    while (static_cast<int64_t>(data.size()) < end) data += static_cast<char>(data.size());
+  }
+  const SafetensorsFile file(dir.write("m", file_bytes(header + "}", data)));
+  REQUIRE(file.entries().size() == std::size(types));
+  size_t at = 0;
+  for (const Type& type : types) {
+    CAPTURE(type.name);
+    const SafetensorsEntry& entry = file.find(type.name);
+    CHECK(entry.dtype.name() == type.name);
+    CHECK(fmt::format("{}", entry.dtype) == type.name);
+    CHECK_FALSE(entry.dtype.ours().has_value());
+    CHECK(entry.dtype != StoredDType(kU8));
+    REQUIRE(entry.nbytes() == 6 * type.nbytes);
+    CHECK(std::memcmp(file.data(entry), data.data() + at, static_cast<size_t>(entry.nbytes())) ==
+          0);
+    at += static_cast<size_t>(entry.nbytes());
+  }
+  CHECK(StoredDType(kBF16).name() == "BF16");
+  CHECK(StoredDType(kBF16).ours() == kBF16);
+  CHECK(fmt::format("{}", StoredDType(kBF16)) == "bf16");
+}
+
 TEST_CASE("safetensors: an unfinished file leaves nothing behind", "[safetensors]") {
   const TempDir dir;
   {
@@ -119,10 +155,14 @@ TEST_CASE("safetensors: headers that lie are refused with what was found", "[saf
           "xy") == "header has \"a\" twice, expected each name once");
   CHECK(message(R"({"a":{"dtype":"U8","dtype":"F32","shape":[1],"data_offsets":[0,1]}})", "x") ==
         "header has \"dtype\" twice, expected each name once");
-  CHECK(message(R"({"a":{"dtype":"F8","shape":[2],"data_offsets":[0,2]}})", "xy") ==
-        "tensor a: dtype \"F8\", expected F32, BF16, F16, F64, I32, I64 or U8");
+  CHECK(
+      message(R"({"a":{"dtype":"F8","shape":[2],"data_offsets":[0,2]}})", "xy") ==
+      "tensor a: dtype \"F8\", expected F32, BF16, F16, F64, I32, I64, U8, I8, I16, U16, U32, U64, "
+      "BOOL, F8_E4M3 or F8_E5M2");
   CHECK(message(R"({"a":{"shape":[2],"data_offsets":[0,2]}})", "xy") ==
-        "tensor a: dtype missing, expected F32, BF16, F16, F64, I32, I64 or U8");
+        "tensor a: dtype missing, expected F32, BF16, F16, F64, I32, I64, U8, I8, I16, U16, U32, "
+        "U64, "
+        "BOOL, F8_E4M3 or F8_E5M2");
   CHECK(message(R"({"a":{"dtype":"U8","data_offsets":[0,2]}})", "xy") ==
         "tensor a: no shape, expected an array of at most 8 sizes");
   CHECK(message(R"({"a":{"dtype":"U8","shape":[-2],"data_offsets":[0,2]}})", "xy") ==
@@ -171,6 +211,14 @@ TEST_CASE("safetensors: absurd header sizes and other formats are named", "[safe
   CHECK(message_of_bytes(std::string(7, 'x')) == "7 bytes, expected a safetensors file");
   CHECK(message_of_bytes(std::string("\0\0\0\0\0\0\0\x80", 8) + "{}") ==
         "header of 9223372036854775808 bytes, expected at most 2");
+  {
+    // More than any header may have, in a file that is as large (and empty: nothing of it is read).
+    const TempDir dir;
+    const std::string path = dir.write("m", std::string("\x01\xe1\xf5\x05\0\0\0\0", 8));
+    std::filesystem::resize_file(path, 200'000'000);
+    CHECK(error_of([&] { SafetensorsFile file(path); }) ==
+          path + ": header of 100000001 bytes, expected at most 100000000");
+  }
   CHECK(message_of_bytes("GGUF\3\0\0\0 and so on").ends_with("(it looks like a GGUF file)"));
   CHECK(message_of_bytes("PK\x03\x04 and so on")
             .ends_with("(it looks like a zip archive, as PyTorch saves)"));

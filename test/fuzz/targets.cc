@@ -94,6 +94,7 @@ std::vector<std::string> seeds_manifest() {
 
 void run_hf_config(std::string_view bytes) {
   dist::parse_hf_config("config.json", bytes);
+  dist::parse_hf_token_ids("config.json", bytes);
 }
 
 std::vector<std::string> seeds_hf_config() {

@@ -2,15 +2,16 @@
 
     TESSERA_HF_EXPORT=FOLDER build/test/dist_checkpoint_huggingface_test "[.hf-export]"
 
-Each must load by `from_pretrained` without a missing or unexpected tensor and give the logits of
-hf/FAMILY/logits.json. Needs torch and transformers."""
+Each must load by `from_pretrained` without a missing or unexpected tensor, give the logits of
+hf/FAMILY/logits.json and have the original's ids of begin, end and padding. Needs torch and
+transformers."""
 
 import json
 import pathlib
 import sys
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 HERE = pathlib.Path(__file__).parent / "hf"
 
@@ -22,5 +23,9 @@ for golden in sorted(HERE.iterdir()):
     with torch.no_grad():
         logits = model.eval()(torch.tensor(expected["ids"])).logits
     error = (logits.flatten() - torch.tensor(expected["logits"])).abs().max().item()
+    ids = ("bos_token_id", "eos_token_id", "pad_token_id")
+    original = AutoConfig.from_pretrained(golden)
+    other = [key for key in ids if getattr(model.config, key) != getattr(original, key)]
+    problems |= {"other ids": other} if other else {}
     print(f"{golden.name}: {type(model).__name__}, largest difference {error:.1e} {problems or ''}")
     assert error < 1e-5 and not problems, golden.name
