@@ -20,6 +20,8 @@ std::string parent_of(const std::string& path) {
   return parent.empty() ? "." : parent;
 }
 
+constexpr int64_t kEarlyNbytes = int64_t{1} << 20;  // the disk begins with blocks of this size
+
 /// fsync, again if a signal came between. 0 or the error.
 int flush(int fd) {
   while (::fsync(fd) != 0) {
@@ -54,12 +56,39 @@ DurableFile::~DurableFile() {
 void DurableFile::write(const void* data, int64_t nbytes) {
   const char* next = static_cast<const char*>(data);
   while (nbytes > 0) {
-    const ssize_t written = ::write(fd_, next, static_cast<size_t>(nbytes));
+    const int64_t count = choose_way(next, nbytes);
+    const ssize_t written = ::write(fd_, next, static_cast<size_t>(count));
     if (written < 0 && errno == EINTR) continue;
+    if (written < 0 && is_direct_ && (errno == EINVAL || errno == EFAULT)) {
+      can_be_direct_ = false;  // larger blocks on this disk, or memory of a device's driver
+      continue;
+    }
     if (written < 0) fail(errno);
+    // Advice: what goes wrong with it, fsync reports.
+    if (!is_direct_ && written >= kEarlyNbytes) {
+      ::sync_file_range(fd_, offset_, written, SYNC_FILE_RANGE_WRITE);
+    }
     next += written;
+    offset_ += written;
     nbytes -= written;
   }
+}
+
+/// Past the page cache or not; how many bytes may go in one call.
+int64_t DurableFile::choose_way(const void* data, int64_t nbytes) {
+  const bool is_direct = can_be_direct_ && nbytes >= kDirectNbytes &&
+                         offset_ % kDirectNbytes == 0 &&
+                         reinterpret_cast<uintptr_t>(data) % kDirectNbytes == 0;
+  if (is_direct != is_direct_) {
+    const int flags = ::fcntl(fd_, F_GETFL);
+    const int wanted = is_direct ? flags | O_DIRECT : flags & ~O_DIRECT;
+    if (flags >= 0 && ::fcntl(fd_, F_SETFL, wanted) == 0) {
+      is_direct_ = is_direct;
+    } else {
+      can_be_direct_ = false;
+    }
+  }
+  return is_direct_ ? nbytes / kDirectNbytes * kDirectNbytes : nbytes;
 }
 
 void DurableFile::commit() {

@@ -8,10 +8,16 @@ namespace tessera::dist {
 
 /// A file that appears under its name complete and on the disk, or not at all: it is written under
 /// `path`.tmp, and `commit` flushes it, renames it and flushes the directory. Without `commit`
-/// nothing is left. Short writes and interrupted calls go on where they ended. IoError names the
-/// path and the system's reason; where the disk is full, also the bytes needed and free.
+/// nothing is left. Short writes and interrupted calls go on where they ended. Large blocks go past
+/// the page cache where the file system can: no processor copies them, and no file that somebody
+/// reads is thrown out for them. Elsewhere the disk begins with each block at once, so that
+/// `commit` finds little left to flush. IoError names the path and the system's reason; where the
+/// disk is full, also the bytes needed and free.
 class DurableFile {
  public:
+  /// A block can go past the page cache if its address, and its place in the file, are multiples.
+  static constexpr int64_t kDirectNbytes = 4096;
+
   /// `nbytes` that will be written, for messages.
   DurableFile(std::string path, int64_t nbytes);
   ~DurableFile();
@@ -23,11 +29,14 @@ class DurableFile {
   void commit();
 
  private:
+  int64_t choose_way(const void* data, int64_t nbytes);
   [[noreturn]] void fail(int error) const;
 
   std::string path_;
   int64_t nbytes_;
+  int64_t offset_ = 0;  // what is written so far
   int fd_ = -1;
+  bool is_direct_ = false, can_be_direct_ = true;
 };
 
 /// The same for a text that is in memory.

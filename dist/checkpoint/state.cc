@@ -122,11 +122,13 @@ Snapshot::Snapshot(std::vector<Slice> slices) : slices_(std::move(slices)) {
   }
   offsets_.push_back(nbytes);
   const MemoryScope scope(MemoryClass::kOther);
-  host_ = empty_on_host(std::max<int64_t>(nbytes, 1), kU8);
+  host_ = empty_on_host(nbytes + kAlignment, kU8);
+  const auto address = reinterpret_cast<uintptr_t>(host_.raw_data());
+  first_ = static_cast<int64_t>(-address % kAlignment);
   for (size_t i = 0; i < slices_.size(); ++i) {
     const DType dtype = slices_[i].values.dtype();
     copies_.push_back(view_of_storage(host_.storage(),
-                                      offsets_[i] / static_cast<int64_t>(size_of(dtype)),
+                                      (first_ + offsets_[i]) / static_cast<int64_t>(size_of(dtype)),
                                       {slices_[i].values.numel()}, dtype));
   }
 }
@@ -151,7 +153,7 @@ void Snapshot::restore() const {
 }
 
 const void* Snapshot::data() const {
-  return host_.raw_data();
+  return static_cast<const char*>(host_.raw_data()) + first_;
 }
 
 void check_tensors(const CheckpointReader& reader, const TrainingState& state) {

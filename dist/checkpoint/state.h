@@ -44,6 +44,8 @@ std::vector<Slice> owned_slices(const TrainingState& state);
 /// stream, so training goes on at once; its memory stays for the next one.
 class Snapshot {
  public:
+  static constexpr int64_t kAlignment = 4096;  ///< of `data()`, as disks want it
+
   explicit Snapshot(std::vector<Slice> slices);
 
   /// Enqueues the copies.
@@ -65,6 +67,7 @@ class Snapshot {
   std::vector<SafetensorsEntry> entries_;
   std::vector<int64_t> offsets_;  // and the end
   Tensor host_;
+  int64_t first_ = 0;  // where in it the data begins
   std::vector<Tensor> copies_;
   Event done_;
 };
