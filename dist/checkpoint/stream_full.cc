@@ -1,11 +1,15 @@
 #include "dist/checkpoint/stream_full.h"
 
+#include <chrono>
+#include <future>
 #include <optional>
 
 #include "dist/fsdp/offload.h"
 
 namespace tessera::dist {
 namespace {
+
+constexpr std::chrono::milliseconds kTurn{20};
 
 /// f32 values of a tensor where the host can read them; `copy` holds them if they had to move.
 const float* values_on_host(const Tensor& full, Tensor& copy) {
@@ -19,20 +23,27 @@ const float* values_on_host(const Tensor& full, Tensor& copy) {
 
 void stream_full(Fsdp& fsdp, World& world, const FullSink& sink) {
   std::optional<IoError> failed;  // the other ranks go on with the gathers until all know
-  const auto attempt = [&](auto&& f) {
-    if (failed || world.rank() != 0) return;
+  const auto is_writing = [&] { return world.rank() == 0 && !failed; };
+  const auto attempt = [&](const std::function<void()>& f) {
+    std::future<void> job;
+    if (is_writing()) job = std::async(std::launch::async, f);
+    const auto is_over = [&] {
+      return !job.valid() || job.wait_for(kTurn) == std::future_status::ready;
+    };
+    while (!world.control().all_agree(is_over())) {
+      if (sink.waiting) sink.waiting();
+    }
     try {
-      f();
+      if (job.valid()) job.get();
     } catch (const IoError& error) {
       failed = error;
     }
   };
   attempt(sink.begin);
   fsdp.for_each_full(Fsdp::State::kMaster, [&](const std::string& name, const Tensor& full) {
-    attempt([&] {
-      Tensor copy;
-      sink.write(name, values_on_host(full, copy), full.numel());
-    });
+    Tensor copy;
+    const float* values = is_writing() ? values_on_host(full, copy) : nullptr;
+    attempt([&] { sink.write(name, values, full.numel()); });
   });
   attempt(sink.finish);
   world.control().verdict(failed ? &*failed : nullptr);

@@ -15,6 +15,7 @@
 
 #include "dist/checkpoint/choose.h"
 #include "dist/checkpoint/durable_file.h"
+#include "dist/checkpoint/stream_full.h"
 #include "test/dist/checkpoint_cases.h"
 
 namespace {
@@ -27,7 +28,7 @@ struct Faults {
     kKillShort,  ///< the same, but call `at` still writes half of its bytes
     kFail,       ///< call `at` of `call` fails with `error`
     kShort,      ///< every write takes at most 1000 bytes
-    kHold,       ///< every fsync waits for `set_faults(kNone)`, at most kLongestHold
+    kHold,       ///< every fsync and pwrite waits for `set_faults(kNone)`, at most kLongestHold
     kInterrupt,  ///< every second call of `call` fails with EINTR
   };
   std::atomic<Kind> kind{kNone};
@@ -79,6 +80,8 @@ bool hold() {
   return true;
 }
 
+constexpr size_t kDiskBlock = 4096;
+
 enum class Verdict { kGo, kFail, kHalf };
 
 /// Counts the call and says what becomes of it.
@@ -93,7 +96,8 @@ Verdict judge(const char* call) {
   }
   if (kind == Faults::kShort) return Verdict::kHalf;
   if (kind == Faults::kHold) {
-    return std::string_view(call) != "fsync" || hold() ? Verdict::kGo : Verdict::kFail;
+    const bool is_held = std::string_view(call) == "fsync" || std::string_view(call) == "pwrite";
+    return !is_held || hold() ? Verdict::kGo : Verdict::kFail;
   }
   if (std::string_view(call) != faults.call.load()) return Verdict::kGo;
   const int64_t n = ++faults.count;
@@ -126,11 +130,19 @@ ssize_t write(int fd, const void* data, size_t nbytes) {
       return -1;
     case Verdict::kHalf:
       if (faults.kind == Faults::kShort) return real(fd, data, std::min<size_t>(nbytes, 1000));
-      if (real(fd, data, nbytes / 2) < 0) return -1;
+      // Whole blocks of a disk, if it is that much: past the page cache nothing else is written.
+      nbytes = nbytes / 2 < kDiskBlock ? nbytes / 2 : nbytes / 2 / kDiskBlock * kDiskBlock;
+      if (real(fd, data, nbytes) < 0) return -1;
       errno = EIO;
       return -1;
   }
   return -1;
+}
+
+ssize_t pwrite(int fd, const void* data, size_t nbytes, off_t offset) {
+  static const auto real = next<ssize_t (*)(int, const void*, size_t, off_t)>("pwrite");
+  if (faults.kind != Faults::kHold || !is_checkpoint(fd)) return real(fd, data, nbytes, offset);
+  return judge("pwrite") == Verdict::kFail ? -1 : real(fd, data, nbytes, offset);
 }
 
 int fsync(int fd) {
@@ -562,6 +574,68 @@ TEST_CASE("checkpoint faults: a slow disk holds up no step, only the next save (
                         CHECK(is_idle);
                       }));
   for (const int64_t step : {1, 2, 3}) check_whole(dir, step);
+}
+
+TEST_CASE("checkpoint faults: case 36: a slow disk under a full save holds up no collective",
+          "[checkpoint]") {
+  const TempDir dir;
+  const std::string path = dir / "step-1.safetensors";
+  set_faults(Faults::kHold);
+  std::atomic<int> num_turns = 0;
+  std::atomic<size_t> num_parameters = 0;
+  run_fsdp_on_threads(
+      3, still_run([&](const dist::TrainingState& state, dist::World& w) {
+        std::vector<dist::SafetensorsEntry> entries;
+        for (const nn::NamedParameter& p : state.model->named_parameters()) {
+          entries.push_back({p.name, kF32, p.parameter->tensor.shape()});
+        }
+        num_parameters = entries.size();
+        std::unique_ptr<dist::SafetensorsWriter> writer;
+        dist::FullSink sink;
+        sink.begin = [&] { writer = std::make_unique<dist::SafetensorsWriter>(path, entries); };
+        sink.write = [&](const std::string& name, const float* values, int64_t numel) {
+          writer->write(name, values, numel * static_cast<int64_t>(sizeof(float)));
+        };
+        sink.finish = [&] { writer->finish(); };
+        // In a collective that waits for the disk, rank 1 would never come here to free it.
+        sink.waiting = [&] {
+          if (w.rank() == 1 && ++num_turns == 3) set_faults(Faults::kNone);
+        };
+        dist::stream_full(*state.fsdp, w, sink);
+      }));
+  set_faults(Faults::kNone);
+  CHECK(num_turns >= 3);
+  CHECK(dist::SafetensorsFile(path).entries().size() == num_parameters);
+}
+
+TEST_CASE("checkpoint faults: F38: a file that one rank alone finds damaged is the verdict of all",
+          "[checkpoint]") {
+  const TempDir dir;
+  REQUIRE(save(dir.path(), 1, 3).error.empty());
+  const std::string path = step_dir(dir, 1) + "/rank-00002.safetensors";
+  std::string bytes = read_file(path);
+  bytes.back() = static_cast<char>(bytes.back() ^ 1);
+  std::ofstream(path, std::ios::binary) << bytes;
+  std::mutex mutex;
+  std::vector<std::string> messages;
+  std::vector<int> statuses;
+  run_fsdp_on_threads(3, still_run([&](const dist::TrainingState&, dist::World& w) {
+                        std::string message;
+                        int status = 0;
+                        try {
+                          dist::choose_checkpoint(w, dir.path(), "r");
+                        } catch (const Error& error) {
+                          message = error.what();
+                          status = error.exit_status();
+                        }
+                        w.control().barrier();  // nobody is left behind in a collective
+                        const std::lock_guard lock(mutex);
+                        messages.push_back(message);
+                        statuses.push_back(status);
+                      }));
+  CHECK(statuses == std::vector<int>{4, 4, 4});
+  CHECK_THAT(messages[0], Catch::Contains(path + ": tensor "));
+  CHECK(messages == std::vector<std::string>(3, messages[0]));
 }
 
 }  // namespace
