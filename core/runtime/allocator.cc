@@ -1,12 +1,18 @@
 #include "core/runtime/allocator.h"
 
 #include <sys/mman.h>
+#include <sys/resource.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <charconv>
 #include <cmath>
+#include <cstdlib>
+#include <fstream>
 #include <map>
 #include <mutex>
 #include <set>
+#include <string>
 #include <vector>
 
 #include "core/log.h"
@@ -45,6 +51,26 @@ class CpuBackend final : public MemoryBackend {
   }
   void free(void* data, size_t nbytes) noexcept override { munmap(data, nbytes); }
 };
+
+/// What this process may still take: of the machine's memory, or of its own limit (`ulimit -v`). -1
+/// if the system does not say.
+int64_t free_host_nbytes() {
+  int64_t available = -1;
+  std::ifstream meminfo("/proc/meminfo");
+  for (std::string line; available < 0 && std::getline(meminfo, line);) {
+    constexpr std::string_view kKey = "MemAvailable:";
+    if (line.starts_with(kKey)) available = std::atoll(line.c_str() + kKey.size()) * 1024;
+  }
+  rlimit limit{};
+  int64_t used_pages = 0;
+  if (::getrlimit(RLIMIT_AS, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY ||
+      !(std::ifstream("/proc/self/statm") >> used_pages)) {
+    return available;
+  }
+  const int64_t left = static_cast<int64_t>(limit.rlim_cur) -
+                       used_pages * static_cast<int64_t>(sysconf(_SC_PAGESIZE));
+  return available < 0 ? left : std::min(available, left);
+}
 
 }  // namespace
 
@@ -274,7 +300,10 @@ Allocator::Block* Allocator::allocate_segment(std::shared_ptr<MemoryBackend> bac
 
 void Allocator::throw_out_of_memory(size_t nbytes) const {
   const AllocatorStats now = stats();
-  const int64_t available = options_.limit > 0 ? options_.limit - now.reserved : -1;
+  const bool is_host = dynamic_cast<const CpuBackend*>(state_->backend.get()) != nullptr;
+  const int64_t available = options_.limit > 0 ? options_.limit - now.reserved
+                            : is_host          ? free_host_nbytes()
+                                               : -1;
   throw OutOfMemoryError(fmt::format(
       "out of memory on {}: requested {}, allocated {}, limit {}{}\n{}", options_.name,
       format_nbytes(static_cast<int64_t>(nbytes)), format_nbytes(now.allocated),

@@ -132,8 +132,56 @@ while :; do
 done
 rm -rf "$dir/whole" && mv "$dir/whole2" "$dir/whole"
 
-# A small disk that fills up in the middle of a save: in a mount of its own where that is allowed.
+# Rank 1 runs out of memory. Its message has the numbers and what helps; the checkpoint of both stays,
+# and goes on with the batch that it was made with.
+out="$dir/memory"
+seq 1000000 >"$dir/large"
+start 2 "$out" --checkpoint.every=7
+wait_for_step "$out" 20
+kill -TERM "$(ranks_of "$out" | head -1)"
+wait "$launcher"
+cat >"$dir/limited" <<'EOF'
+#!/bin/bash
+# What rank 1 may have: 2 GiB of addresses.
+[ "$OMPI_COMM_WORLD_RANK" != 1 ] || ulimit -v 2097152
+exec "$@"
+EOF
+bash "$mpirun" 2 bash "$dir/limited" "$train" "${common[@]}" --output.dir="$out" --dist.timeout=60 \
+  --checkpoint.every=7 --resume=auto --resume.override --data.text="$dir/large" \
+  --train.micro_batch=24576 --train.global_batch=49152 >"$out.log" 2>&1
+status=$?
+problem=""
+[ "$status" != 0 ] || problem="status 0"
+numbers="requested [0-9.]+ [KMG]iB, allocated [0-9.]+ [KMG]iB, limit none, free [0-9.]+ [KMG]?i?B"
+grep -qE "\[rank 1\].*out of memory on cpu: $numbers" "$out.log" ||
+  problem="$problem, no message of rank 1 with what was requested and free"
+grep -q "train.micro_batch" "$out.log" || problem="$problem, no key that helps"
+[ "$(state "$out")" = failed ] || problem="$problem, state $(state "$out")"
+report "F42: out of memory on one rank (ulimit -v)" "$problem" "$out.log"
+start 2 "$out" --checkpoint.every=7 --resume=auto
+wait "$launcher"
+same "F42: on from the checkpoint of before" "$out"
+
+# Mounts of one's own, where that is allowed: a directory that cannot be written, and a small disk
+# that fills up in the middle of a save.
 if unshare -rm true 2>/dev/null; then
+  out="$dir/read-only"
+  mkdir -p "$dir/disk"
+  unshare -rm bash -c '
+    mount -t tmpfs -o ro tmpfs "$1"
+    disk=$1
+    shift
+    "$@" --checkpoint.dir="$disk"
+    echo "exit $?"
+  ' _ "$dir/disk" \
+    bash "$mpirun" 2 "$train" "${common[@]}" --output.dir="$out" --checkpoint.every=7 \
+    >"$out.log" 2>&1
+  problem=""
+  grep -q "exit 2" "$out.log" || problem="$(grep exit "$out.log")"
+  grep -q "Read-only file system, expected a directory that can be written" "$out.log" ||
+    problem="$problem, not named"
+  [ ! -s "$out/metrics.jsonl" ] || problem="$problem, it trained"
+  report "F33: a directory that cannot be written" "$problem" "$out.log"
   for policy in warn stop; do
     out="$dir/run-$policy"
     mkdir -p "$dir/disk"
@@ -164,7 +212,7 @@ if unshare -rm true 2>/dev/null; then
     same "F31: on from the last whole one, $policy" "$out"
   done
 else
-  echo "skipped: disk full (no mounts of one's own here)"
+  echo "skipped: read-only directory, disk full (no mounts of one's own here)"
 fi
 echo "$failures failures"
 exit "$((failures > 0))"

@@ -146,6 +146,33 @@ TEST_CASE("resume: 20 steps on 4 ranks are 10, a checkpoint, and 10 more, to the
   }
 }
 
+TEST_CASE("resume: case 35: uneven shards on the same ranks go on with the same bits", "[resume]") {
+  // Chunks are whole blocks of 256 elements: some ranks have less of a unit, or nothing.
+  const std::vector<std::string> extra = {"--model.kind=gpt2",
+                                          "--model.dropout=0.1",
+                                          "--model.width=26",
+                                          "--precision.param_dtype=f16",
+                                          "--precision.loss_scale_init=16777216",
+                                          "--precision.loss_scale_interval=3"};
+  for (const int world_size : {3, 5}) {
+    auto settings = extra;
+    if (world_size == 5) settings.push_back("--train.global_batch=25");
+    const SavedRun saved(world_size, settings);
+    const std::string out = saved.copy("again");
+    train_on(world_size, saved.resumed(out, settings));
+    const auto steps = read_metrics(out), whole = read_metrics(saved.dir / "out");
+    REQUIRE(steps.size() == whole.size());
+    for (size_t i = kSaved; i < steps.size(); ++i) {
+      for (const char* key : {"loss", "grad_norm", "lr", "loss_scale", "skipped", "tokens"}) {
+        CAPTURE(world_size, i, key);
+        CHECK(steps[i].contains(key) == whole[i].contains(key));
+        CHECK(steps[i].value(key, nlohmann::json()) == whole[i].value(key, nlohmann::json()));
+      }
+    }
+    CHECK(read_file(out + "/model.safetensors") == read_file(saved.dir / "out/model.safetensors"));
+  }
+}
+
 TEST_CASE("resume: on 1, 2, 3 and 8 ranks, with other settings (case 34)", "[resume]") {
   const SavedRun saved(4);
   const std::vector<std::vector<std::string>> settings = {
