@@ -15,34 +15,42 @@ using tessera::cpu::min_of;
 template <class T>
 using Lanes = tessera::cpu::Vector<ComputeType<T>>;
 
-/// erf(x), within 1.2e-7 absolute in f32. Minimax polynomials (own fit): x P(x^2) below 1,
-/// 1 - exp(-Q(|x|)) above; 1 from 4 on.
+/// The normal distribution function of x and exp(-x^2 / 2). Of its smaller tail, of |x|: the
+/// exponential times a polynomial in t = 1 / (1 + p |x|) (own fits of that form, which is
+/// Hastings'): within 5e-8 absolute and 1e-4 relative, for bf16 4e-5 and 4e-4.
 template <class T>
-inline Lanes<T> erf(Lanes<T> x) {
+struct Normal {
   using C = ComputeType<T>;
-  if constexpr (std::is_same_v<C, double>) {
-    for (int i = 0; i < tessera::cpu::kLanes<C>; ++i) x[i] = std::erf(x[i]);
-    return x;
-  } else {
-    const Lanes<T> a = min_of<C>(tessera::cpu::broadcast(4.0f), tessera::cpu::abs_of<C>(x));
-    const Lanes<T> s = a * a;
-    Lanes<T> p = 7.889119571e-5f * s - 8.020841291e-4f;
-    p = p * s + 5.189535341e-3f;
-    p = p * s - 2.685444459e-2f;
-    p = p * s + 1.128360018e-1f;
-    p = p * s - 3.761262714e-1f;
-    p = p * s + 1.128379166f;
-    Lanes<T> q = 2.149611383e-5f * a - 4.391063756e-4f;
-    q = q * a + 4.193611099e-3f;
-    q = q * a - 2.517896783e-2f;
-    q = q * a + 1.083724786e-1f;
-    q = q * a + 6.332626122e-1f;
-    q = q * a + 1.129556830f;
-    q = q * a - 1.834441497e-4f;
-    const Lanes<T> y = a < 1.0f ? a * p : 1.0f - exp_lanes<T>(-q);
-    return x < 0.0f ? -y : y;
+  Lanes<T> cdf, exponential;
+
+  explicit Normal(Lanes<T> x) {
+    exponential = exp_lanes<T>(C(-0.5) * x * x);
+    if constexpr (std::is_same_v<C, double>) {
+      for (int i = 0; i < tessera::cpu::kLanes<C>; ++i) {
+        cdf[i] = 0.5 * std::erfc(-0.70710678118654752 * x[i]);
+      }
+    } else {
+      const Lanes<T> tail = exponential * tail_factor(tessera::cpu::abs_of<C>(x));
+      cdf = x < 0.0f ? tail : 1.0f - tail;
+    }
   }
-}
+
+ private:
+  static Lanes<T> tail_factor(Lanes<T> x) {
+    if constexpr (std::is_same_v<T, BFloat16>) {
+      const Lanes<T> t = tessera::cpu::reciprocal_lanes<T>(0.485f * x + 1.0f);
+      Lanes<T> p = -1.206518628e-1f * t + 2.569240001e-1f;
+      p = p * t + 1.682974165e-1f;
+      return (p * t + 1.953941545e-1f) * t;
+    }
+    const Lanes<T> t = tessera::cpu::reciprocal_lanes<T>(0.29f * x + 1.0f);
+    Lanes<T> p = -8.959433620e-2f * t + 2.877244796e-1f;
+    p = p * t - 9.723223278e-2f;
+    p = p * t + 1.823015339e-1f;
+    p = p * t + 9.982116436e-2f;
+    return (p * t + 1.169793559e-1f) * t;
+  }
+};
 
 struct Relu {
   template <class T>
@@ -69,12 +77,12 @@ struct Logistic {
     Lanes<T> e, bound;
     if constexpr (sizeof(T) == 2) {
       bound = tessera::cpu::broadcast(126.0f);
-      e = tessera::cpu::pow2_lanes(max_of<C>(-bound, min_of<C>(bound, x_unit)));
+      e = tessera::cpu::pow2_lanes<T>(max_of<C>(-bound, min_of<C>(bound, x_unit)));
     } else {
       bound = tessera::cpu::broadcast(C(87));
       e = exp_lanes<T>(min_of<C>(bound, x_unit));
     }
-    value = x_unit < bound ? C(1) / (C(1) + e) : Lanes<T>{};
+    value = x_unit < bound ? tessera::cpu::reciprocal_lanes<T>(C(1) + e) : Lanes<T>{};
     complement = e * value;
   }
 };
@@ -115,19 +123,16 @@ struct GeluTanh {
 
 /// x Phi(x), Phi the normal distribution function.
 struct GeluExact {
-  static constexpr double kSqrtHalf = 0.70710678118654752;
   static constexpr double kDensity = 0.39894228040143268;  // 1 / sqrt(2 pi)
 
   template <class T>
   static Lanes<T> value(Lanes<T> x) {
-    using C = ComputeType<T>;
-    return C(0.5) * x * (C(1) + erf<T>(x * C(kSqrtHalf)));
+    return x * Normal<T>(x).cdf;
   }
   template <class T>
   static Lanes<T> derivative(Lanes<T> x) {
-    using C = ComputeType<T>;
-    return C(0.5) * (C(1) + erf<T>(x * C(kSqrtHalf))) +
-           x * C(kDensity) * exp_lanes<T>(C(-0.5) * x * x);
+    const Normal<T> normal(x);
+    return normal.cdf + x * ComputeType<T>(kDensity) * normal.exponential;
   }
 };
 

@@ -129,6 +129,37 @@ struct RowsOut {
   bool accumulate = false;
 };
 
+/// f of each part of groups of T.
+template <class T, class F, class... In>
+[[gnu::always_inline]] inline tessera::cpu::Group<T> map_group(const F& f, const In&... in) {
+  tessera::cpu::Group<T> value;
+  for (int p = 0; p < tessera::cpu::kParts<T>; ++p) value.part[p] = f(in.part[p]...);
+  return value;
+}
+
+/// out = f(operands), or +=, for `count` elements of a row.
+template <class T, class D, class F, class... In>
+[[gnu::flatten]] inline void map_row(D* out, bool accumulate, int64_t count, const F& f,
+                                     const In*... in) {
+  using C = ComputeType<T>;
+  if constexpr (std::is_same_v<D, T>) {
+    tessera::cpu::for_groups<T>(count, [=](int64_t i, auto lanes) {
+      auto value = map_group<T>(f, tessera::cpu::load_group(in + i, lanes)...);
+      if (accumulate) {
+        value = map_group<T>([](auto a, auto b) { return a + b; }, value,
+                             tessera::cpu::load_group(out + i, lanes));
+      }
+      tessera::cpu::store_group(out + i, value, lanes);
+    });
+  } else {
+    tessera::cpu::for_lanes<C>(count, [=](int64_t i, auto lanes) {
+      auto value = f(tessera::cpu::load_lanes<C>(in + i, lanes)...);
+      if (accumulate) value += tessera::cpu::load_lanes<C>(out + i, lanes);
+      tessera::cpu::store_lanes<C>(out + i, value, lanes);
+    });
+  }
+}
+
 /// dst = f(operands), or += with `accumulate`, in one pass, by vectors of T's compute type. T is
 /// the type of the operands; dst may be one of them, at the same place.
 template <class T, class F, class... In>
@@ -137,14 +168,9 @@ void map_rows(int64_t rows, int64_t cols, const RowsOut& dst, F&& f, const In&..
   for_pieces(rows, cols, [&](int64_t row, int64_t begin, int64_t end) {
     const int64_t at = row * dst.stride + begin;
     const auto run = [&](auto* out, bool accumulate) {
-      const auto loop = [=](const auto*... from) {  // the operands' addresses stay in registers
-        tessera::cpu::for_lanes<C>(end - begin, [=](int64_t i, auto lanes) {
-          auto value = f(tessera::cpu::load_lanes<C>(from + i, lanes)...);
-          if (accumulate) value += tessera::cpu::load_lanes<C>(out + i, lanes);
-          tessera::cpu::store_lanes<C>(out + i, value, lanes);
-        });
-      };
-      loop(static_cast<const T*>(in.data) + row * in.stride + begin...);
+      // The operands' addresses stay in registers.
+      map_row<T>(out, accumulate, end - begin, f,
+                 static_cast<const T*>(in.data) + row * in.stride + begin...);
     };
     if (dst.dtype == dtype_of<T>) return run(static_cast<T*>(dst.data) + at, dst.accumulate);
     if (dst.dtype == dtype_of<C>) return run(static_cast<C*>(dst.data) + at, dst.accumulate);

@@ -8,6 +8,7 @@
 #include "core/runtime/cpu/parallel.h"
 #include "kernels/loss/kernel.h"
 #include "kernels/rows.h"
+#include "kernels/softmax/exponentials.h"
 
 // Parallel over rows. A row of logits is walked in blocks that stay in the first cache level: the
 // maximum of a block, then its exponentials against the running maximum, whose sum is rescaled when
@@ -18,11 +19,9 @@ namespace {
 
 using tessera::cpu::exp_lanes;
 using tessera::cpu::for_lanes;
-using tessera::cpu::for_lanes_of;
 using tessera::cpu::load_lanes;
 using tessera::cpu::parallel_for;
 using tessera::cpu::store_lanes;
-using tessera::cpu::Vector;
 
 constexpr int64_t kBlock = 1024;
 
@@ -49,46 +48,6 @@ void for_each_row(int64_t rows, int64_t vocab, F&& f) {
   });
 }
 
-/// Running sums or maxima of a block.
-constexpr int kChains = 4;
-
-template <class C>
-constexpr C kLowest = -std::numeric_limits<C>::infinity();
-
-/// x[c ...] with the lanes that are not there at -inf.
-template <class C, class T>
-Vector<C> load_logits(const T* x, tessera::cpu::AllLanes) {
-  return load_lanes<C>(x);
-}
-template <class C, class T>
-Vector<C> load_logits(const T* x, int lanes) {
-  return load_lanes<C>(x, lanes, kLowest<C>);
-}
-
-template <class T, class C = ComputeType<T>>
-C block_max(const T* x, int64_t count) {
-  using tessera::cpu::max_of;
-  Vector<C> max[kChains];
-  std::fill_n(max, kChains, tessera::cpu::broadcast(kLowest<C>));
-  for_lanes_of<C, kChains>(count, [&](int64_t c, auto lanes, auto u) {
-    max[u] = max_of<C>(load_logits<C>(x + c, lanes), max[u]);
-  });
-  return tessera::cpu::max_lanes<C>(
-      max_of<C>(max_of<C>(max[0], max[1]), max_of<C>(max[2], max[3])));
-}
-
-/// The sum of exp(x - reference); `store(c, values, lanes)` sees them by vectors.
-template <class T, class Store, class C = ComputeType<T>>
-C sum_exponentials(const T* x, int64_t count, C reference, Store&& store) {
-  Vector<C> sums[kChains] = {};
-  for_lanes_of<C, kChains>(count, [&](int64_t c, auto lanes, auto u) {
-    const Vector<C> e = exp_lanes<C>(load_logits<C>(x + c, lanes) - reference);
-    store(c, e, lanes);
-    sums[u] += e;
-  });
-  return tessera::cpu::sum_lanes<C>(sums);
-}
-
 /// The maximum so far and the sum of exponentials against it.
 template <class C>
 struct OnlineSum {
@@ -105,14 +64,16 @@ struct OnlineSum {
 };
 
 template <class T>
-OnlineSum<ComputeType<T>> row_sum(const T* x, int64_t vocab) {
+[[gnu::flatten]] OnlineSum<ComputeType<T>> row_sum(const T* x, int64_t vocab) {
   using C = ComputeType<T>;
+  // Exponentials of 16-bit logits within 2^-16: their sum is off by less than a logit's rounding.
+  using E = std::conditional_t<sizeof(T) == 2, Float16, T>;
   OnlineSum<C> online;
   for (int64_t first = 0; first < vocab; first += kBlock) {
     const int64_t count = std::min(kBlock, vocab - first);
     const T* block = x + first;
-    online.raise(block_max(block, count));
-    online.sum += sum_exponentials(block, count, online.reference(), [](auto&&...) {});
+    online.raise(max_logit(block, count));
+    online.sum += sum_exponentials<E>(block, count, online.reference(), count, [](auto&&...) {});
   }
   return online;
 }
@@ -177,11 +138,12 @@ void cross_entropy_fused_rows(const CrossEntropyFused& a) {
     for (int64_t first = 0, k = 0; first < a.vocab; first += width, ++k) {
       const int64_t count = std::min(width, a.vocab - first);
       C* block = x + first;
-      online.raise(block_max(block, count));
+      online.raise(max_logit(block, count));
       references[k] = online.max;  // -inf: its exponentials, all 0, get the factor 0
-      online.sum += sum_exponentials(
-          block, count, online.reference(),
-          [=](int64_t c, Vector<C> e, auto lanes) { store_lanes<C>(block + c, e, lanes); });
+      online.sum += sum_exponentials<C>(block, count, online.reference(), count,
+                                        [=](int64_t c, const Group<C>& e, auto lanes) {
+                                          tessera::cpu::store_group(block + c, e, lanes);
+                                        });
     }
     static_cast<C*>(a.losses)[row] = std::log(online.sum) - (target_logit - online.max);
     const C inverse_sum = scale / online.sum;

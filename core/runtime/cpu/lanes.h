@@ -22,6 +22,11 @@
 #else
 #define TESSERA_AVX512 0
 #endif
+#if TESSERA_AVX512 && defined(__AVX512BF16__)
+#define TESSERA_AVX512_BF16 1
+#else
+#define TESSERA_AVX512_BF16 0
+#endif
 
 namespace tessera::cpu {
 
@@ -60,7 +65,7 @@ inline Vector<float> widen_bits(__m256i bits) {
 
 /// bf16 bits of 16 values, rounded to nearest even; NaN stays NaN.
 inline __m256i bf16_bits(__m512 value) {
-#if defined(__AVX512BF16__)
+#if TESSERA_AVX512_BF16
   return (__m256i)_mm512_maskz_cvtneps_pbh(kEveryLane, value);
 #else
   const auto bits = (Vector32Bits)value;
@@ -176,30 +181,37 @@ inline void store_lanes(T* p, Vector<C> value, int count) {
   for (int i = 0; i < count; ++i) p[i] = static_cast<T>(static_cast<ComputeType<T>>(value[i]));
 }
 
-/// Calls f(i, lanes) for the vectors of [0, count): `lanes`, AllLanes or an int, is what load_lanes
-/// and store_lanes take for elements i, i + 1, ...
-template <class C, class F>
-inline void for_lanes(int64_t count, F&& f) {
+/// Calls f(i, lanes) for steps of kStep elements of [0, count): `lanes`, AllLanes or an int, is how
+/// many there are.
+template <int kStep, class F>
+inline void for_steps(int64_t count, F&& f) {
   int64_t i = 0;
-  for (; i + kLanes<C> <= count; i += kLanes<C>) f(i, AllLanes{});
+  for (; i + kStep <= count; i += kStep) f(i, AllLanes{});
   if (i < count) f(i, static_cast<int>(count - i));
 }
-
 /// The same with f(i, lanes, u), u a constant in [0, kUnroll): which of kUnroll running sums the
-/// vector goes to, so that additions need not wait for each other.
+/// step goes to, so that additions need not wait for each other.
+template <int kStep, int kUnroll, class F>
+inline void for_steps_of(int64_t count, F&& f) {
+  int64_t i = 0;
+  const auto several = [&]<int... U>(std::integer_sequence<int, U...>) {
+    (f(i + U * kStep, AllLanes{}, std::integral_constant<int, U>{}), ...);
+  };
+  for (; i + kUnroll * kStep <= count; i += kUnroll * kStep) {
+    several(std::make_integer_sequence<int, kUnroll>{});
+  }
+  for (; i + kStep <= count; i += kStep) f(i, AllLanes{}, std::integral_constant<int, 0>{});
+  if (i < count) f(i, static_cast<int>(count - i), std::integral_constant<int, 0>{});
+}
+
+/// Steps of a vector of C, as load_lanes and store_lanes take them.
+template <class C, class F>
+inline void for_lanes(int64_t count, F&& f) {
+  for_steps<kLanes<C>>(count, f);
+}
 template <class C, int kUnroll, class F>
 inline void for_lanes_of(int64_t count, F&& f) {
-  int64_t i = 0;
-  const auto group = [&]<int... U>(std::integer_sequence<int, U...>) {
-    (f(i + U * kLanes<C>, AllLanes{}, std::integral_constant<int, U>{}), ...);
-  };
-  for (; i + kUnroll * kLanes<C> <= count; i += kUnroll * kLanes<C>) {
-    group(std::make_integer_sequence<int, kUnroll>{});
-  }
-  for (; i + kLanes<C> <= count; i += kLanes<C>) {
-    f(i, AllLanes{}, std::integral_constant<int, 0>{});
-  }
-  if (i < count) f(i, static_cast<int>(count - i), std::integral_constant<int, 0>{});
+  for_steps_of<kLanes<C>, kUnroll>(count, f);
 }
 
 /// The lanes of a vector of kCount combined in halves: each of the first half with the one half a
@@ -236,6 +248,85 @@ inline C sum_lanes(const Vector<C> (&sums)[kCount]) {
   return sum_lanes<C>((sums[0] + sums[1]) + (sums[2] + sums[3]));
 }
 
+// ---- groups -------------------------------------------------------------------------------------
+// As many elements as a conversion takes at once: a vector of the compute type, or two for bf16,
+// whose halves of a 32-bit word are one shift and one mask away from f32. Loops over groups are for
+// what treats all elements alike; which part an element is in is of no meaning to them.
+
+template <class T>
+inline constexpr int kParts = TESSERA_AVX512_BF16&& std::is_same_v<T, BFloat16> ? 2 : 1;
+template <class T>
+inline constexpr int kGroup = kParts<T>* kLanes<ComputeType<T>>;
+
+template <class T>
+struct Group {
+  Vector<ComputeType<T>> part[kParts<T>];
+};
+
+#if TESSERA_AVX512_BF16
+inline Group<BFloat16> widen_pairs(__m512i pairs) {
+  const auto bits = (Vector32Bits)pairs;
+  return {{(Vector<float>)(bits << 16), (Vector<float>)(bits & 0xffff0000u)}};
+}
+inline __m512i narrow_pairs(const Group<BFloat16>& group) {
+  alignas(64) static constexpr uint16_t kInterleave[32] = {
+      0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+      8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  const auto both = (__m512i)_mm512_maskz_cvtne2ps_pbh(~__mmask32{0}, (__m512)group.part[1],
+                                                       (__m512)group.part[0]);
+  return _mm512_maskz_permutexvar_epi16(~__mmask32{0}, _mm512_load_si512(kInterleave), both);
+}
+#endif
+
+/// The kGroup<T> elements at p.
+template <class T>
+inline Group<T> load_group(const T* p, AllLanes = {}) {
+#if TESSERA_AVX512_BF16
+  if constexpr (kParts<T> == 2) return widen_pairs(_mm512_loadu_si512(p));
+#endif
+  return {{load_lanes<ComputeType<T>>(p)}};
+}
+/// The first `count` < kGroup<T> elements; the others are `fill`.
+template <class T>
+inline Group<T> load_group(const T* p, int count, ComputeType<T> fill = 0) {
+#if TESSERA_AVX512_BF16
+  if constexpr (kParts<T> == 2) {
+    const auto there = static_cast<__mmask32>((1u << count) - 1);
+    const auto absent = static_cast<int16_t>(T(fill).bits);
+    return widen_pairs(_mm512_mask_loadu_epi16(_mm512_set1_epi16(absent), there, p));
+  }
+#endif
+  return {{load_lanes<ComputeType<T>>(p, count, fill)}};
+}
+
+template <class T>
+inline void store_group(T* p, const Group<T>& group, AllLanes = {}) {
+#if TESSERA_AVX512_BF16
+  if constexpr (kParts<T> == 2) return _mm512_storeu_si512(p, narrow_pairs(group));
+#endif
+  store_lanes<ComputeType<T>>(p, group.part[0]);
+}
+template <class T>
+inline void store_group(T* p, const Group<T>& group, int count) {
+#if TESSERA_AVX512_BF16
+  if constexpr (kParts<T> == 2) {
+    const auto there = static_cast<__mmask32>((1u << count) - 1);
+    return _mm512_mask_storeu_epi16(p, there, narrow_pairs(group));
+  }
+#endif
+  store_lanes<ComputeType<T>>(p, group.part[0], count);
+}
+
+/// Steps of a group of T; kUnroll running sums for each part.
+template <class T, class F>
+inline void for_groups(int64_t count, F&& f) {
+  for_steps<kGroup<T>>(count, f);
+}
+template <class T, int kUnroll, class F>
+inline void for_groups_of(int64_t count, F&& f) {
+  for_steps_of<kGroup<T>, kUnroll>(count, f);
+}
+
 // ---- functions ----------------------------------------------------------------------------------
 // Functions take the type T of the result that they are for: f32 and f64 get full accuracy, 16-bit
 // types an error that is small against their rounding.
@@ -267,56 +358,104 @@ inline Vector<C> min_of(Vector<C> a, Vector<C> b) {
 
 template <class C>
 inline Vector<C> abs_of(Vector<C> x) {
-  return x < C(0) ? -x : x;
+  using Bits = std::conditional_t<sizeof(C) == 8, uint64_t, uint32_t>;
+  typedef Bits AllBits __attribute__((vector_size(kVectorBytes)));
+  return (Vector<C>)((AllBits)x & (~Bits{0} >> 1));
 }
 
-/// exp(x) for x <= 88: within 2 ulp in f32, 2^-16 relative for 16-bit results; 0 below -87.3 (also
-/// for -inf), NaN for NaN. x = n ln2 + r, |r| <= ln2 / 2, 1 + r + r^2 p(r) with minimax p (own
-/// fit).
+/// a b + c, rounded once.
+inline Vector<float> fused_multiply_add(Vector<float> a, Vector<float> b, Vector<float> c) {
+#if TESSERA_AVX512
+  return (Vector<float>)_mm512_maskz_fmadd_ps(kEveryLane, (__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__) && defined(__FMA__)
+  return (Vector<float>)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  for (int i = 0; i < kLanes<float>; ++i) a[i] = std::fma(a[i], b[i], c[i]);
+  return a;
+#endif
+}
+
+/// 2^f for |f| <= 1/2 by minimax polynomials that are exact at 0 (own fits): within 2^-23 relative,
+/// 2^-18 for f16, 2^-13 for bf16.
+template <class T>
+inline Vector<float> pow2_fraction(Vector<float> f) {
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    return ((f * 5.500892966e-2f + 2.422109720e-1f) * f + 6.932829288e-1f) * f + 1.0f;
+  } else if constexpr (sizeof(T) == 2) {
+    const Vector<float> p = (f * 9.582853143e-3f + 5.590642673e-2f) * f + 2.402409862e-1f;
+    return (p * f + 6.931241932e-1f) * f + 1.0f;
+  } else {
+    Vector<float> p = (f * 1.326472708e-3f + 9.671512862e-3f) * f + 5.550733746e-2f;
+    p = (p * f + 2.402224208e-1f) * f + 6.931469776e-1f;
+    return p * f + 1.0f;
+  }
+}
+
+/// x = n + f: the nearest integer and the rest.
+struct IntegerPart {
+  Vector<float> n, f;
+#if TESSERA_AVX512
+  explicit IntegerPart(Vector<float> x)
+      : n((Vector<float>)_mm512_maskz_roundscale_ps(kEveryLane, (__m512)x, 8)), f(x - n) {}
+
+  /// y * 2^n where `mask` says so, else 0.
+  Vector<float> scale(Vector<float> y, __mmask16 mask = kEveryLane) const {
+    return (Vector<float>)_mm512_maskz_scalef_ps(mask, (__m512)y, (__m512)n);
+  }
+#else
+  // Adding 1.5 * 2^23 rounds to an integer, which then stands in the low bits of the sum. What is
+  // above falls out of the shift.
+  static constexpr float kRound = 12582912.0f;
+  typedef int32_t Int __attribute__((vector_size(kVectorBytes)));
+  Vector<float> shifted;
+  explicit IntegerPart(Vector<float> x) : f(x - ((x + kRound) - kRound)), shifted(x + kRound) {
+    n = x - f;
+  }
+
+  Vector<float> scale(Vector<float> y) const {
+    return (Vector<float>)((Int)y + ((Int)shifted << 23));
+  }
+#endif
+};
+
+/// exp(x) for x <= 88: within 2 ulp in f32, 2^-16 relative for f16, 2^-13 for bf16; 0 below -87.3
+/// (also for -inf), NaN for NaN. x log2(e) = n + f, 2^n 2^f.
 template <class T, class C = ComputeType<T>>
 inline Vector<C> exp_lanes(Vector<C> x) {
   if constexpr (std::is_same_v<C, double>) {
     for (int i = 0; i < kLanes<C>; ++i) x[i] = std::exp(x[i]);
     return x;
   } else {
-    typedef int32_t Int __attribute__((vector_size(kVectorBytes)));
-    // Adding 1.5 * 2^23 rounds to an integer n, which then stands in the low bits of the sum, here
-    // already with the exponent's bias. The high bits fall out of the shift.
-    constexpr float kRound = 12582912.0f + 127.0f;
-    const Vector<float> shifted = x * 1.44269504088896341f + kRound;
-    const Vector<float> n = shifted - kRound;
-    // Polynomials by pairs of terms: several short chains instead of a long one.
-    Vector<float> r, r2, p;
-    if constexpr (sizeof(T) == 2) {
-      r = x - n * 0.693147181f;
-      r2 = r * r;
-      p = r2 * 4.127698938e-2f + (r * 1.675368741e-1f + 5.000513630e-1f);
-    } else {
-      r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-      r2 = r * r;
-      p = r2 * 1.381446693e-3f + (r * 8.368780410e-3f + 4.166839421e-2f);
-      p = p * r2 + (r * 1.666652011e-1f + 4.999999341e-1f);
+    constexpr float kLog2E = 1.44269502f, kRest = 1.92596299e-8f;
+    IntegerPart part(x * kLog2E);
+    if constexpr (sizeof(T) == 4) {
+      part.f = fused_multiply_add(x, broadcast(kLog2E), -part.n) + x * kRest;
     }
-    const Vector<float> y = p * r2 + (r + 1.0f);
-    const Vector<float> power = (Vector<float>)((Int)shifted << 23);
+    const Vector<float> y = pow2_fraction<T>(part.f);
 #if TESSERA_AVX512
-    const __mmask16 is_normal =
-        _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-87.33654f), _CMP_NLT_UQ);
-    return (Vector<float>)_mm512_maskz_mul_ps(is_normal, (__m512)y, (__m512)power);
+    return part.scale(y, _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-87.33654f), _CMP_NLT_UQ));
 #else
-    return x < -87.33654f ? Vector<float>{} : y * power;
+    return x < -87.33654f ? Vector<float>{} : part.scale(y);
 #endif
   }
 }
 
-/// 2^x for |x| <= 126, within 2^-16 relative: for results of 16 bits.
+/// 2^x for |x| <= 126, as accurate: for results of 16 bits.
+template <class T>
 inline Vector<float> pow2_lanes(Vector<float> x) {
-  typedef int32_t Int __attribute__((vector_size(kVectorBytes)));
-  constexpr float kRound = 12582912.0f;  // as in exp_lanes
-  const Vector<float> shifted = x + kRound, f = x - (shifted - kRound), f2 = f * f;
-  const Vector<float> p = f2 * 9.582777076e-3f + (f * 5.590721282e-2f + 2.402410451e-1f);
-  const Vector<float> y = p * f2 + (f * 6.931241049e-1f + 1.0f);
-  return (Vector<float>)((Int)y + ((Int)shifted << 23));
+  const IntegerPart part(x);
+  return part.scale(pow2_fraction<T>(part.f));
+}
+
+/// 1 / x; for bf16 results within 2^-14 where the processor has an instruction for that.
+template <class T, class C = ComputeType<T>>
+inline Vector<C> reciprocal_lanes(Vector<C> x) {
+#if TESSERA_AVX512
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    return (Vector<C>)_mm512_maskz_rcp14_ps(kEveryLane, (__m512)x);
+  }
+#endif
+  return C(1) / x;
 }
 
 }  // namespace tessera::cpu
