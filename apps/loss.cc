@@ -1,11 +1,9 @@
 #include "apps/loss.h"
 
 #include <algorithm>
-#include <limits>
 #include <vector>
 
 #include "core/autograd.h"
-#include "kernels/elementwise/elementwise.h"
 #include "kernels/loss_scale/loss_scale.h"
 
 namespace tessera::apps {
@@ -51,9 +49,7 @@ LossSum batch_loss(nn::LanguageModel& model, const Batch& batch, const Tensor& g
 void include_loss(const dist::ClippedNorm& clip, const Tensor& loss) {
   NoGrad no_grad;
   Tensor norm = clip.norm;
-  norm.add_(scale(loss.detach().view({}), 0.0));  // 0 or, if it is not finite, NaN
-  unscale_norm(norm, empty({}, kF32), clip.found_inf, {}, 1.0,
-               std::numeric_limits<double>::infinity());
+  norm.add_(scale_check(loss.detach().view({}), 0.0, clip.found_inf));  // 0 or NaN
 }
 
 std::optional<double> evaluate(nn::LanguageModel& model, dist::Fsdp& fsdp, dist::World& world,

@@ -7,6 +7,19 @@
 
 namespace tessera::kernels {
 
+/// dst[i] = x[i] * factor, rounded to dst's dtype; *found_inf = 1 if one of them is not finite,
+/// else left as it is. f32, bf16 and f16; dst may be x.
+struct ScaleCheck {
+  void* dst;
+  const void* x;
+  uint8_t* found_inf;
+  DType dst_dtype, dtype;
+  float factor;
+  int64_t numel;
+  Cost cost() const;
+};
+TESSERA_DECLARE_KERNEL(scale_check, ScaleCheck);
+
 /// What clipping makes of the norm of scaled gradients; inverse = grad_factor / *scale:
 ///   *found_inf = *norm is not finite;   *norm = *norm * inverse
 ///   *factor = min(1, max_norm / (*norm + 1e-6)) * inverse, 0 if the norm is not finite

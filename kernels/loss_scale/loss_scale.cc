@@ -5,6 +5,14 @@
 namespace tessera {
 namespace kernels {
 
+Cost ScaleCheck::cost() const {
+  const auto nbytes_of = [&](DType t) { return numel * static_cast<int64_t>(size_of(t)); };
+  return Cost(static_cast<double>(numel))
+      .read(x, nbytes_of(dtype))
+      .write(dst, nbytes_of(dst_dtype))
+      .write_or_accumulate(found_inf, 1, true);
+}
+
 Cost UnscaleNorm::cost() const {
   return Cost(5)
       .write_or_accumulate(norm, sizeof(float), true)
@@ -21,6 +29,7 @@ Cost UpdateLossScale::cost() const {
       .read(found_inf, 1);
 }
 
+TESSERA_DEFINE_KERNEL(scale_check, ScaleCheck);
 TESSERA_DEFINE_KERNEL(unscale_norm, UnscaleNorm);
 TESSERA_DEFINE_KERNEL(update_loss_scale, UpdateLossScale);
 
@@ -34,6 +43,23 @@ void check_scalar(const char* op, const char* name, const Tensor& t, DType dtype
 }
 
 }  // namespace
+
+Tensor scale_check(const Tensor& x, double factor, const Tensor& found_inf) {
+  TESSERA_CHECK_DTYPE(x.dtype() == kF32 || x.dtype() == kBF16 || x.dtype() == kF16,
+                      "scale_check: x must be f32, bf16 or f16, got {}", x.dtype());
+  TESSERA_CHECK_SHAPE(x.is_contiguous(), "scale_check: x must be contiguous, got strides {} of {}",
+                      fmt::join(x.strides(), ", "), x.shape());
+  check_scalar("scale_check", "found_inf", found_inf, kU8);
+  Tensor scaled = empty(x.shape(), x.dtype());
+  kernels::scale_check(current_stream(), {.dst = scaled.raw_data(),
+                                          .x = x.raw_data(),
+                                          .found_inf = found_inf.data<uint8_t>(),
+                                          .dst_dtype = x.dtype(),
+                                          .dtype = x.dtype(),
+                                          .factor = static_cast<float>(factor),
+                                          .numel = x.numel()});
+  return scaled;
+}
 
 void unscale_norm(const Tensor& norm, const Tensor& factor, const Tensor& found_inf,
                   const Tensor& scale, double grad_factor, double max_norm) {

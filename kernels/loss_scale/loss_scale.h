@@ -9,6 +9,12 @@
 
 namespace tessera {
 
+/// x * factor in x's dtype (f32, bf16 or f16; contiguous), in one pass that looks for what is not
+/// finite: `found_inf` (u8, one element) becomes 1 if an element of the result is not, else it
+/// stays. Streams  current stream; never synchronizes Errors   DtypeError, ShapeError if an
+/// argument is not as above
+Tensor scale_check(const Tensor& x, double factor, const Tensor& found_inf);
+
 /// What gradient clipping does with the norm of gradients that are scaled, on the device. The
 /// gradients hold scale / grad_factor times their true values.
 ///   norm      f32, one element: of the scaled gradients; replaced by the true one
