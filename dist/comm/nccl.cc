@@ -35,6 +35,10 @@
 // Communicators are split from one in program order, so their order is the same on all ranks.
 // NCCL_LAUNCH_ORDER_IMPLICIT makes kernels of two communicators start in the host's order on every
 // device: without it, two collectives at work on two streams may wait for each other's blocks.
+//
+// What NCCL moves best is memory of its own that is registered with the communicator that moves it.
+// Which one that is depends on the settings (a slot is gathered into by one and, in parts, by
+// another), so `allocate` registers with all that were split from the same one so far.
 
 namespace tessera::dist {
 
@@ -43,12 +47,12 @@ namespace {
 std::mutex options_mutex;
 NcclOptions options_now;
 
-NcclOptions current_options() {
+}  // namespace
+
+NcclOptions nccl_options() {
   const std::lock_guard lock(options_mutex);
   return options_now;
 }
-
-}  // namespace
 
 void set_nccl_options(const NcclOptions& options) {
   const std::lock_guard lock(options_mutex);
@@ -125,7 +129,7 @@ const Library& nccl() {
 
 ncclConfig_t make_config() {
   ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-  if (const int max_ctas = current_options().max_ctas; max_ctas > 0) config.maxCTAs = max_ctas;
+  if (const int max_ctas = nccl_options().max_ctas; max_ctas > 0) config.maxCTAs = max_ctas;
   return config;
 }
 
@@ -202,10 +206,24 @@ class NcclState final : public CollectivePoller, public std::enable_shared_from_
     end(reason);
   }
 
-  /// True if the communicator has ended: buffers need not be taken from it.
   bool is_over() const {
     const std::lock_guard lock(mutex_);
     return is_over_;
+  }
+
+  /// Null if NCCL does not take the memory, which not every transport knows: then it copies through
+  /// its own buffers.
+  void* register_memory(void* data, size_t nbytes) {
+    const std::lock_guard lock(mutex_);
+    void* handle = nullptr;
+    if (comm == nullptr || nccl().ncclCommRegister(comm, data, nbytes, &handle) != ncclSuccess)
+      return nullptr;
+    return handle;
+  }
+  /// A communicator that has ended has let go of all memory.
+  void deregister(void* handle) noexcept {
+    const std::lock_guard lock(mutex_);
+    if (comm != nullptr) nccl().ncclCommDeregister(comm, handle);
   }
 
   const std::shared_ptr<HostTransport> transport;
@@ -266,44 +284,62 @@ class NcclState final : public CollectivePoller, public std::enable_shared_from_
   std::exception_ptr over_;
 };
 
-/// Memory that NCCL may address directly, registered with one communicator.
+/// The communicators that were split from one, on this rank. Used by the rank's host thread.
+struct NcclFamily {
+  std::vector<std::weak_ptr<NcclState>> members;
+
+  std::vector<std::shared_ptr<NcclState>> alive() const {
+    std::vector<std::shared_ptr<NcclState>> states;
+    for (const auto& member : members) {
+      if (auto state = member.lock(); state != nullptr && !state->is_over())
+        states.push_back(std::move(state));
+    }
+    return states;
+  }
+};
+
+/// One piece of memory that NCCL may address directly, registered with several communicators, which
+/// live as long as it does.
 class NcclBackend final : public MemoryBackend {
  public:
-  explicit NcclBackend(std::shared_ptr<NcclState> state) : state_(std::move(state)) {}
+  explicit NcclBackend(std::vector<std::shared_ptr<NcclState>> states)
+      : states_(std::move(states)) {}
 
   void* allocate(size_t nbytes) override {
     void* data = nullptr;
     if (nccl().ncclMemAlloc(&data, nbytes) != ncclSuccess) return nullptr;
-    void* handle = nullptr;
-    // Without a registration, which not every transport knows, NCCL copies through its own buffers.
-    if (nccl().ncclCommRegister(state_->comm, data, nbytes, &handle) == ncclSuccess)
-      handles_[data] = handle;
+    for (const auto& state : states_) {
+      if (void* handle = state->register_memory(data, nbytes); handle != nullptr)
+        handles_[data].emplace_back(state.get(), handle);
+    }
     return data;
   }
 
   void free(void* data, size_t) noexcept override {
-    const auto it = handles_.find(data);
-    if (it != handles_.end() && !state_->is_over())
-      nccl().ncclCommDeregister(state_->comm, it->second);
-    handles_.erase(data);
+    if (const auto it = handles_.find(data); it != handles_.end()) {
+      for (const auto& [state, handle] : it->second) state->deregister(handle);
+      handles_.erase(it);
+    }
     if (const ncclResult_t result = nccl().ncclMemFree(data); result != ncclSuccess)
       log_error("ncclMemFree: {}", nccl().ncclGetErrorString(result));
   }
 
  private:
-  const std::shared_ptr<NcclState> state_;
-  std::map<void*, void*> handles_;
+  const std::vector<std::shared_ptr<NcclState>> states_;
+  std::map<void*, std::vector<std::pair<NcclState*, void*>>> handles_;
 };
 
 class NcclComm final : public Comm {
  public:
   NcclComm(std::shared_ptr<HostTransport> transport, std::shared_ptr<Watchdog> watchdog,
-           ncclComm_t comm)
+           ncclComm_t comm, std::shared_ptr<NcclFamily> family)
       : transport_(std::move(transport)),
         watchdog_(std::move(watchdog)),
-        state_(std::make_shared<NcclState>(transport_, watchdog_->make_log(transport_->rank()),
-                                           comm)) {
+        state_(
+            std::make_shared<NcclState>(transport_, watchdog_->make_log(transport_->rank()), comm)),
+        family_(std::move(family)) {
     watchdog_->add_poller(state_);
+    if (comm != nullptr) family_->members.emplace_back(state_);
   }
 
   int rank() const override { return transport_->rank(); }
@@ -329,13 +365,13 @@ class NcclComm final : public Comm {
                       const CollectiveInfo& info) override {
     TESSERA_CHECK_DTYPE(is_floating(wire) && is_floating(out),
                         "reduce_scatter: wire and out must be floating, got {} and {}", wire, out);
-    check_sum("reduce_scatter", wire == kF64 ? wire : out);
+    check_sum("reduce_scatter", wire, out);
     const int64_t nbytes = nbytes_of(shard_numel, wire);
     Cost cost(static_cast<double>(shard_numel) * (world_size() - 1 + (accumulate ? 1 : 0)));
     cost.read(full, nbytes * world_size())
         .write(staging, reduce_scatter_staging_nbytes(shard_numel, wire, false))
         .write_or_accumulate(shard, nbytes_of(shard_numel, out), accumulate);
-    const bool is_native = current_options().native_reduce_scatter && wire == out && !accumulate;
+    const bool is_native = nccl_options().native_reduce_scatter && wire == out && !accumulate;
     run(stream, "reduce_scatter", nbytes * world_size(), info, cost, [&] {
       if (nbytes == 0) return;
       if (is_native && world_size() > 1) {
@@ -373,7 +409,6 @@ class NcclComm final : public Comm {
   void all_reduce(const Stream& stream, void* data, int64_t numel, DType dtype, void* staging,
                   const CollectiveInfo& info) override {
     TESSERA_CHECK_DTYPE(is_floating(dtype), "all_reduce: expected a floating dtype, got {}", dtype);
-    check_sum("all_reduce", dtype);
     run_all_reduce(stream, "all_reduce", {data, numel, dtype, Reduction::kSum, staging}, info);
   }
 
@@ -405,10 +440,8 @@ class NcclComm final : public Comm {
   std::shared_ptr<Storage> allocate(int64_t nbytes, MemoryClass memory_class) override {
     auto storage =
         std::make_shared<Storage>(static_cast<size_t>(nbytes), Context::current()->device());
-    // NCCL's memory comes in pieces of 2 MiB: not for small buffers, nor for one rank alone.
-    constexpr int64_t kSmallest = int64_t{1} << 20;
-    if (comm() != nullptr && nbytes >= kSmallest) {
-      storage->materialize_segment(std::make_shared<NcclBackend>(state_), memory_class);
+    if (comm() != nullptr && nbytes > 0 && nbytes >= nccl_options().min_registered_nbytes) {
+      storage->materialize_segment(std::make_shared<NcclBackend>(family_->alive()), memory_class);
     } else if (nbytes > 0) {
       storage->materialize(memory_class);
     }
@@ -425,7 +458,7 @@ class NcclComm final : public Comm {
       TESSERA_CHECK_AS(CommError, !state_->is_over(), "split: the communicator has ended");
       TESSERA_NCCL_CHECK(comm(), ncclCommSplit(comm(), color, key, &child, &config));
     }
-    return std::make_unique<NcclComm>(std::move(host), watchdog_, child);
+    return std::make_unique<NcclComm>(std::move(host), watchdog_, child, family_);
   }
 
   std::unique_ptr<Comm> duplicate() override { return split(0, rank()); }
@@ -445,8 +478,9 @@ class NcclComm final : public Comm {
     int64_t nbytes;
   };
 
-  static void check_sum(const char* op, DType dtype) {
-    if (dtype == kF64) TESSERA_UNIMPLEMENTED("{}: no sum of f64 on CUDA", op);
+  static void check_sum(const char* op, DType wire, DType out) {
+    if (wire != out && (wire == kF64 || out == kF64))
+      TESSERA_UNIMPLEMENTED("{}: no sum of {} into {} on CUDA", op, wire, out);
   }
   static int64_t nbytes_of(int64_t numel, DType dtype) {
     return numel * static_cast<int64_t>(size_of(dtype));
@@ -560,6 +594,7 @@ class NcclComm final : public Comm {
   const std::shared_ptr<HostTransport> transport_;
   const std::shared_ptr<Watchdog> watchdog_;
   const std::shared_ptr<NcclState> state_;
+  const std::shared_ptr<NcclFamily> family_;
 };
 
 }  // namespace
@@ -583,7 +618,8 @@ std::unique_ptr<Comm> make_nccl_comm(std::shared_ptr<HostTransport> transport,
     TESSERA_NCCL_CHECK(nullptr, ncclCommInitRankConfig(&comm, transport->world_size(), id,
                                                        transport->rank(), &config));
   }
-  return std::make_unique<NcclComm>(std::move(transport), std::move(watchdog), comm);
+  return std::make_unique<NcclComm>(std::move(transport), std::move(watchdog), comm,
+                                    std::make_shared<NcclFamily>());
 }
 
 #else  // a build without NCCL's header

@@ -16,8 +16,11 @@ struct NcclOptions {
   /// Thread blocks a communicator may use at once; 0 = NCCL's choice. Two communicators at work
   /// take them from compute twice.
   int max_ctas = 0;
+  /// `Comm::allocate` of fewer bytes gives ordinary memory: NCCL's comes in pieces of 2 MiB.
+  int64_t min_registered_nbytes = int64_t{1} << 20;
 };
 void set_nccl_options(const NcclOptions& options);
+NcclOptions nccl_options();
 
 /// Why NCCL cannot be used in this process, one clause ("libnccl.so.2 cannot be loaded"); empty if
 /// it can. The library is opened at the first call.

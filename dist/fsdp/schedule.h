@@ -81,6 +81,7 @@ class Scheduler {
 
   void resolve_options();
   bool reshards_after_forward() const;
+  bool is_on_cpu() const;
   void make_lanes();
   void make_units(nn::Module& root);
   void make_pools();

@@ -3,6 +3,7 @@
 #include <bit>
 #include <map>
 
+#include "dist/comm/nccl.h"
 #include "dist/fsdp/reproducible.h"
 #include "dist/fsdp/schedule.h"
 #include "kernels/reduce/reduce.h"
@@ -165,6 +166,10 @@ void Scheduler::resolve_options() {
                    kLayoutBlock);
 }
 
+bool Scheduler::is_on_cpu() const {
+  return lanes_.compute.device().type == DeviceType::kCpu;
+}
+
 bool Scheduler::reshards_after_forward() const {
   const bool* whole = std::get_if<bool>(&*options_.reshard_after_forward);
   return whole == nullptr || *whole;
@@ -178,6 +183,7 @@ void Scheduler::make_lanes() {
                               ? lanes_.all_gather
                               : context.make_stream("reduce_scatter", {.high_priority = true});
   lanes_.all_reduce = context.make_stream("all_reduce");
+  lanes_.is_reduced_into_shards = !is_on_cpu() && nccl_options().native_reduce_scatter;
   if (options_.offload != Offload::kNone) {
     lanes_.offloader = std::make_shared<Offloader>(options_.offload, options_.offload_window,
                                                    !options_.reproducible, lanes_.poison);
@@ -313,8 +319,11 @@ void Scheduler::make_pools() {
     }
   }
   MemoryScope scope(MemoryClass::kGathered);
-  if (staging > 0) lanes_.reduce_staging = empty({staging}, kU8);
-  if (replicate_staging > 0) lanes_.replicate_staging = empty({replicate_staging}, kU8);
+  const auto make_staging = [this](int64_t nbytes) {  // on the CPU no other rank reads it
+    return is_on_cpu() ? empty({nbytes}, kU8) : lanes_.allocate_array(nbytes, kU8);
+  };
+  if (staging > 0) lanes_.reduce_staging = make_staging(staging);
+  if (replicate_staging > 0) lanes_.replicate_staging = make_staging(replicate_staging);
   if (wire > 0) lanes_.wire_buffer = lanes_.allocate_array(wire, kU8);
   // With kShard only a backward after the last micro-batch needs it, and makes it then.
   lanes_.partial_numel = partial;

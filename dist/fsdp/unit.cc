@@ -67,9 +67,7 @@ Unit::Unit(UnitSpec spec, const PrecisionOptions& precision, int world_size, Lan
 
 std::shared_ptr<Storage> Lanes::allocate(int64_t nbytes, MemoryClass memory_class) const {
   Comm* comm = gather_comm != nullptr ? gather_comm.get() : replicate_comm.get();
-  if (comm != nullptr && compute.device().type == DeviceType::kCpu) {
-    return comm->allocate(nbytes, memory_class);
-  }
+  if (comm != nullptr) return comm->allocate(nbytes, memory_class);
   auto memory = std::make_shared<Storage>(static_cast<size_t>(nbytes), compute.device());
   memory->materialize(memory_class);
   return memory;
@@ -118,8 +116,9 @@ void Unit::shard_parameters(bool in_place) {
         g.host_grad->home = empty_on_host(g.shard_numel, kF32);
         g.grad = empty_unmaterialized({g.shard_numel}, kF32);
       } else {
-        g.grad = lanes_.replicate_comm != nullptr ? lanes_.allocate_array(g.shard_numel, kF32)
-                                                  : empty({g.shard_numel}, kF32);
+        g.grad = lanes_.replicate_comm != nullptr || lanes_.is_reduced_into_shards
+                     ? lanes_.allocate_array(g.shard_numel, kF32)
+                     : empty({g.shard_numel}, kF32);
       }
       g.full_grad = std::make_shared<Storage>(
           static_cast<size_t>(nbytes_of(layout.numel, g.grad_dtype)), lanes_.compute.device());

@@ -50,6 +50,7 @@ struct Lanes {
   double pre_divide = 1;  // of gradients before they travel; gradient shards hold the quotient
   GradSync sync = GradSync::kEveryMicroBatch;
   bool poison = false;
+  bool is_reduced_into_shards = false;  // by NCCL: gradient shards are memory of the communicators
   bool reproducible = false;
   int micro_batch = 0;                                                   // of the step
   Tensor reduce_staging, replicate_staging, wire_buffer, partial_shard;  // see Unit::reduce
@@ -71,8 +72,8 @@ struct Lanes {
   }
   Comm& reducing_comm() const { return reduce_comm != nullptr ? *reduce_comm : *gather_comm; }
 
-  /// Memory that other ranks read, of the communicators where they read it in place. All ranks call
-  /// it in the same order.
+  /// Memory that communicators send from or receive into, of theirs. All ranks call it in the same
+  /// order.
   std::shared_ptr<Storage> allocate(int64_t nbytes, MemoryClass memory_class) const;
   /// The same as an array, of the class of the current scope.
   Tensor allocate_array(int64_t numel, DType dtype) const;

@@ -43,13 +43,13 @@ struct Sources {
   }
 };
 
-/// Sums add in f32; a maximum stays what it is.
+/// Sums add in f32, in f64 for f64; a maximum stays what it is.
 template <class T, Reduction kReduction>
-using Value = std::conditional_t<kReduction == Reduction::kSum, float, T>;
+using Value = std::conditional_t<kReduction == Reduction::kSum, ComputeType<T>, T>;
 
 template <Reduction kReduction, class T>
 __device__ Value<T, kReduction> value_of(T x) {
-  if constexpr (kReduction == Reduction::kSum)
+  if constexpr (kReduction == Reduction::kSum && !std::is_same_v<T, double>)
     return to_float(x);
   else
     return x;
@@ -57,7 +57,9 @@ __device__ Value<T, kReduction> value_of(T x) {
 
 template <Reduction kReduction, class C>
 __device__ C combine(C a, C b) {
-  if constexpr (kReduction == Reduction::kSum) {
+  if constexpr (kReduction == Reduction::kSum && std::is_same_v<C, double>) {
+    return a + b;
+  } else if constexpr (kReduction == Reduction::kSum) {
     return __fadd_rn(a, b);
   } else {
     return b > a || b != b ? b : a;  // NaN wins
@@ -108,7 +110,9 @@ __device__ Value<T, kReduction> reduce_any(const Sources<T>& sources, int num_ra
 
 template <Reduction kReduction, class Out, class C>
 __device__ Out result(C value, Out old, bool accumulate) {
-  if constexpr (kReduction == Reduction::kSum) {
+  if constexpr (kReduction == Reduction::kSum && std::is_same_v<C, double>) {
+    return accumulate ? old + value : value;
+  } else if constexpr (kReduction == Reduction::kSum) {
     return from_float<Out>(accumulate ? __fadd_rn(to_float(old), value) : value);
   } else {
     return value;
@@ -200,6 +204,8 @@ void rank_reduce(CUstream_st* stream, const RankReduce& a) {
     if (a.src_dtype == kI32) return dispatch<Reduction::kMax, int32_t, int32_t>(stream, a);
     return dispatch<Reduction::kMax, uint8_t, uint8_t>(stream, a);
   }
+  if (a.src_dtype == kF64 && a.dst_dtype == kF64)
+    return dispatch<Reduction::kSum, double, double>(stream, a);
   tessera::cuda::visit_device_float(a.src_dtype, "rank_reduce", [&](auto source) {
     tessera::cuda::visit_device_float(a.dst_dtype, "rank_reduce", [&](auto out) {
       dispatch<Reduction::kSum, typename decltype(source)::type, typename decltype(out)::type>(

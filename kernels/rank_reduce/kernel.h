@@ -34,7 +34,7 @@ void tree_reduce(const TreeReduce& a);
 
 /// The same over the arrays of all ranks as one of them sees them after an exchange: its own, and
 /// those of the others in rank order, `others_stride` bytes apart, without a place for its own.
-/// No f64 on CUDA.
+/// On CUDA f64 goes into f64 only.
 struct RankReduce {
   void* dst;
   const void *own, *others;

@@ -192,9 +192,9 @@ void case_max(Comm& comm, const Stream& stream, int64_t numel) {
 }
 
 /// Everything a communicator does, at sizes around chunks, blocks and the one-hop limit. Sums on
-/// CUDA are not of f64.
+/// CUDA are of f64 only if they go into f64.
 inline void check_collectives(World& world) {
-  const bool has_f64 = Context::current()->device().type == DeviceType::kCpu;
+  const bool is_on_cpu = Context::current()->device().type == DeviceType::kCpu;
   const auto comm = world.make_comm();
   const Stream stream = Context::current()->make_stream("comm");
   const int n = comm->world_size();
@@ -207,15 +207,13 @@ inline void check_collectives(World& world) {
       case_reduce_scatter<BFloat16, BFloat16>(*comm, stream, numel, flag);
       case_reduce_scatter<Float16, float>(*comm, stream, numel, flag);
       case_reduce_scatter<float, BFloat16>(*comm, stream, numel, flag);
-      if (has_f64) {
-        case_reduce_scatter<float, double>(*comm, stream, numel, flag);
-        case_reduce_scatter<double, double>(*comm, stream, numel, flag);
-      }
+      if (is_on_cpu) case_reduce_scatter<float, double>(*comm, stream, numel, flag);
+      case_reduce_scatter<double, double>(*comm, stream, numel, flag);
     }
     case_all_reduce<float>(*comm, stream, numel);
     case_all_reduce<BFloat16>(*comm, stream, numel);
     case_all_reduce<Float16>(*comm, stream, numel);
-    if (has_f64) case_all_reduce<double>(*comm, stream, numel);
+    case_all_reduce<double>(*comm, stream, numel);
     case_max<float>(*comm, stream, numel);
     case_max<int32_t>(*comm, stream, numel);
     case_max<uint8_t>(*comm, stream, numel);

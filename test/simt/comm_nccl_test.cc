@@ -109,6 +109,12 @@ TEST_CASE("comm_nccl: NCCL's own reduce_scatter is a setting", "[comm][simt]") {
     comm->reduce_scatter(stream, shard.data(), full.data(), 100, kF32, kF32, false, nullptr);
     stream.synchronize();
     expect_bits(shard, std::vector<float>(100, 10.0f), "reduce_scatter");
+    const Buffer<double> wide(std::vector<double>(400, 1 + 1e-12 * world.rank()));
+    const Buffer<double> sum(std::vector<double>(100, 0.0));
+    comm->reduce_scatter(stream, sum.data(), wide.data(), 100, kF64, kF64, false, nullptr);
+    stream.synchronize();
+    expect_bits(sum, std::vector<double>(100, 1 + (1 + 1e-12) + (1 + 2e-12) + (1 + 3e-12)),
+                "reduce_scatter of f64");
   });
   set_nccl_options({});
   expect_clean();
@@ -126,8 +132,10 @@ TEST_CASE("comm_nccl: calls of streams and dtypes that it does not know are name
     const Buffer<double> x({1.0, 2.0});
     starts_with(error_of([&] { comm->broadcast(cpu, x.data(), 8, 0); }),
                 "broadcast: this communicator moves memory of CUDA devices, the stream is on cpu");
-    starts_with(error_of([&] { comm->all_reduce(cuda, x.data(), 1, kF64, x.data()); }),
-                "all_reduce: no sum of f64 on CUDA");
+    starts_with(error_of([&] {
+                  comm->reduce_scatter(cuda, x.data(), x.data(), 1, kF32, kF64, false, x.data());
+                }),
+                "reduce_scatter: no sum of f32 into f64 on CUDA");
     starts_with(error_of([&] { comm->all_reduce(cuda, x.data(), 1, kI32, nullptr); }),
                 "all_reduce: expected a floating dtype, got i32");
     starts_with(error_of([&] { comm->split(-1, 0); }),

@@ -54,4 +54,15 @@ void add_object(const void* object, std::string description);
 void remove_object(const void* object);
 int device_of(cudaStream_t stream);
 
+// ----- of the fake NCCL
+
+/// Buffers that calls of NCCL read or wrote: inside of memory that was registered with the
+/// communicator of the call, or not.
+struct NcclBuffers {
+  int64_t num_registered = 0, num_others = 0;
+  int64_t largest_other = 0;  ///< bytes
+};
+/// Since the last call.
+NcclBuffers take_nccl_buffers();
+
 }  // namespace simt

@@ -218,9 +218,30 @@ struct ncclComm {
   int rank = 0, device = 0;
   std::atomic<int> num_queued{0};
   std::string last_error;
+  std::mutex mutex;
+  std::map<const char*, int64_t> registered;  // bytes by address, which is the handle
 };
 
 namespace {
+
+std::mutex buffers_mutex;
+simt::NcclBuffers buffers;
+
+void count_buffer(ncclComm_t comm, const void* data, int64_t nbytes) {
+  bool is_registered = false;
+  {
+    const std::lock_guard lock(comm->mutex);
+    const char* begin = static_cast<const char*>(data);
+    const auto next = comm->registered.upper_bound(begin);
+    if (next != comm->registered.begin()) {
+      const auto& [address, size] = *std::prev(next);
+      is_registered = begin + nbytes <= address + size;
+    }
+  }
+  const std::lock_guard lock(buffers_mutex);
+  ++(is_registered ? buffers.num_registered : buffers.num_others);
+  if (!is_registered) buffers.largest_other = std::max(buffers.largest_other, nbytes);
+}
 
 std::mutex groups_mutex;
 std::map<std::string, std::pair<std::shared_ptr<Group>, int>> groups;  // by id, with ranks to come
@@ -253,6 +274,7 @@ ncclResult_t submit(ncclComm_t comm, cudaStream_t stream, const char* name,
     simt::report_mistake(std::string(name) + ": the stream is of another device");
     return ncclInvalidArgument;
   }
+  for (const simt::Range& range : ranges) count_buffer(comm, range.data, range.nbytes);
   ++comm->num_queued;
   const auto counted = [comm, work = std::move(work)] {
     work();
@@ -327,7 +349,7 @@ void add_ranks(const std::vector<Call>& all, size_t first, size_t count, void* o
                ToFloat to_float, FromFloat from_float) {
   std::vector<T> sums(count);  // `out` may be a part of what others still read
   for (size_t i = 0; i < count; ++i) {
-    float sum = 0;
+    decltype(to_float(T{})) sum = 0;
     for (const Call& call : all) sum += to_float(static_cast<const T*>(call.send)[first + i]);
     sums[i] = from_float(sum);
   }
@@ -348,6 +370,11 @@ uint16_t float_to_bf16(float value) {
 }
 
 }  // namespace
+
+simt::NcclBuffers simt::take_nccl_buffers() {
+  const std::lock_guard lock(buffers_mutex);
+  return std::exchange(buffers, {});
+}
 
 extern "C" {
 
@@ -416,6 +443,10 @@ ncclResult_t ncclCommDestroy(ncclComm_t comm) {
                          " calls are not finished");
     return ncclInvalidUsage;
   }
+  if (!comm->registered.empty()) {
+    simt::report_mistake("ncclCommDestroy: " + std::to_string(comm->registered.size()) +
+                         " pieces of memory are still registered");
+  }
   simt::remove_object(comm);
   delete comm;
   return ncclSuccess;
@@ -443,19 +474,19 @@ ncclResult_t ncclMemFree(void* data) {
   return cudaFree(data) == cudaSuccess ? ncclSuccess : ncclUnhandledCudaError;
 }
 
-ncclResult_t ncclCommRegister(ncclComm_t, void* data, size_t nbytes, void** handle) {
+ncclResult_t ncclCommRegister(ncclComm_t comm, void* data, size_t nbytes, void** handle) {
   if (!simt::is_reachable({data, static_cast<int64_t>(nbytes), false})) return ncclInvalidArgument;
-  auto* registration = new char;
-  simt::add_object(registration,
-                   "a registration of " + std::to_string(nbytes) + " bytes with NCCL");
-  *handle = registration;
+  const std::lock_guard lock(comm->mutex);
+  comm->registered[static_cast<const char*>(data)] = static_cast<int64_t>(nbytes);
+  *handle = data;
   return ncclSuccess;
 }
 
-ncclResult_t ncclCommDeregister(ncclComm_t, void* handle) {
-  simt::remove_object(handle);
-  delete static_cast<char*>(handle);
-  return ncclSuccess;
+ncclResult_t ncclCommDeregister(ncclComm_t comm, void* handle) {
+  const std::lock_guard lock(comm->mutex);
+  if (comm->registered.erase(static_cast<const char*>(handle)) == 1) return ncclSuccess;
+  simt::report_mistake("ncclCommDeregister: the memory is not registered with this communicator");
+  return ncclInvalidArgument;
 }
 
 ncclResult_t ncclGroupStart() {
@@ -499,7 +530,8 @@ ncclResult_t ncclReduceScatter(const void* send, void* receive, size_t receive_c
                                cudaStream_t stream) {
   const int64_t nbytes = nbytes_of(receive_count, type);
   const size_t first = receive_count * static_cast<size_t>(comm->rank);
-  if (type != ncclFloat32 && type != ncclBfloat16) return ncclInvalidArgument;
+  if (type != ncclFloat32 && type != ncclFloat64 && type != ncclBfloat16)
+    return ncclInvalidArgument;
   return submit_collective(
       comm, stream, {"ncclReduceScatter", receive_count, type, -1, send},
       {{send, nbytes * comm->group->num_ranks(), false}, {receive, nbytes, true}},
@@ -507,6 +539,9 @@ ncclResult_t ncclReduceScatter(const void* send, void* receive, size_t receive_c
         if (type == ncclFloat32) {
           const auto same = [](float x) { return x; };
           add_ranks<float>(all, first, receive_count, receive, same, same);
+        } else if (type == ncclFloat64) {
+          const auto same = [](double x) { return x; };
+          add_ranks<double>(all, first, receive_count, receive, same, same);
         } else {
           add_ranks<uint16_t>(all, first, receive_count, receive, bf16_to_float, float_to_bf16);
         }

@@ -79,6 +79,15 @@ TEST_CASE("simt rank_reduce: all dtypes, also accumulating, one rounding at the 
   }
 }
 
+TEST_CASE("simt rank_reduce: f64 adds in f64", "[rank_reduce][simt]") {
+  for (const bool accumulate : {false, true}) {
+    for (const int num_ranks : {1, 2, 3, 4, 5, 8, 17}) {
+      check({num_ranks, num_ranks / 2, 261, kF64, kF64, accumulate});
+    }
+    check({4, 1, 33, kF64, kF64, accumulate, Reduction::kSum, false, 1});
+  }
+}
+
 TEST_CASE("simt rank_reduce: in place, unaligned, short and long arrays", "[rank_reduce][simt]") {
   for (const int num_ranks : {2, 3}) {
     check({.num_ranks = num_ranks, .rank = 1, .numel = 1000, .in_place = true});
@@ -117,18 +126,18 @@ TEST_CASE("simt rank_reduce: the last element above 2^32 bytes", "[rank_reduce][
 
 TEST_CASE("simt rank_reduce: dtypes that it does not add are named", "[rank_reduce][simt]") {
   RankReduce a{};
-  a.num_ranks = 1, a.numel = 1, a.src_dtype = kF64, a.dst_dtype = kF64;
+  a.num_ranks = 1, a.numel = 1, a.src_dtype = kF64, a.dst_dtype = kF32;
   CHECK(error_of([&] {
           kernels::cuda::rank_reduce(nullptr, a);
         }).find("rank_reduce: no CUDA kernel for dtype f64") == 0);
   a.src_dtype = kI32;
   CHECK(error_of([&] {
           kernels::cuda::rank_reduce(nullptr, a);
-        }).find("tree_reduce: a sum is of floating dtypes, got i32 and f64") == 0);
+        }).find("tree_reduce: a sum is of floating dtypes, got i32 and f32") == 0);
   a.reduction = Reduction::kMax;
   CHECK(error_of([&] {
           kernels::cuda::rank_reduce(nullptr, a);
-        }).find("tree_reduce: a maximum stays i32, got f64") == 0);
+        }).find("tree_reduce: a maximum stays i32, got f32") == 0);
   a.src_dtype = a.dst_dtype = kF16;
   CHECK(error_of([&] {
           kernels::cuda::rank_reduce(nullptr, a);

@@ -7,6 +7,7 @@
 #include "core/runtime/cuda.h"
 #include "core/runtime/staging.h"
 #include "dist/comm/local.h"
+#include "dist/comm/nccl.h"
 #include "dist/fsdp/fully_shard.h"
 #include "dist/fsdp/scaler.h"
 #include "nn/gpt2.h"
@@ -222,6 +223,50 @@ TEST_CASE("simt train: ranks that share devices follow through host memory", "[t
   simt::set_num_devices(8);
   CHECK(actual.losses == expected.losses);
   CHECK(actual.grad_norms == expected.grad_norms);
+  check_clean();
+}
+
+TEST_CASE("simt train: all memory that NCCL moves in a step is registered, and no bit changes",
+          "[train][simt]") {
+  constexpr int64_t kScalars = 512;  // bytes of partial norms and losses of all ranks
+  const auto options_of = [](dist::Strategy strategy) {
+    dist::FsdpOptions options;
+    options.strategy = strategy;
+    if (strategy >= dist::Strategy::kHybridShard) options.shard_size = 2;
+    return options;
+  };
+  std::vector<dist::FsdpOptions> all;
+  for (const dist::Strategy strategy : {dist::Strategy::kFullShard, dist::Strategy::kShardOptim,
+                                        dist::Strategy::kNoShard, dist::Strategy::kHybridShard}) {
+    all.push_back(options_of(strategy));
+  }
+  all.push_back(options_of(dist::Strategy::kFullShard));
+  all.back().reshard_after_forward = 2;
+  all.back().communicators = 1;
+  all.push_back(options_of(dist::Strategy::kFullShard));
+  all.back().precision.reduce_dtype = kF32;
+  all.back().precision.wire_dtype = kBF16;
+  for (const dist::FsdpOptions& options : all) {
+    const DType dtype = options.precision.wire_dtype.value_or(kF32);
+    const Run run{.param_dtype = dtype, .num_steps = 2, .fsdp = options};
+    INFO(name_of(options.strategy) << " " << name_of(dtype));
+    simt::take_nccl_buffers();
+    const Curve expected = train(run);
+    CHECK(simt::take_nccl_buffers().largest_other > kScalars);  // all of it is small
+    for (const bool is_native : {false, true}) {
+      dist::set_nccl_options({.native_reduce_scatter = is_native, .min_registered_nbytes = 1});
+      const Curve actual = train(run);
+      dist::set_nccl_options({});
+      const simt::NcclBuffers buffers = simt::take_nccl_buffers();
+      INFO(buffers.num_registered << " registered, " << buffers.num_others << " others");
+      CHECK(buffers.num_registered > 0);
+      CHECK(buffers.largest_other <= kScalars);
+      if (!is_native) {
+        CHECK(actual.losses == expected.losses);
+        CHECK(actual.grad_norms == expected.grad_norms);
+      }
+    }
+  }
   check_clean();
 }
 
