@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "kernels/attention/cudnn.h"
+#include "kernels/matmul/cublaslt.h"
 #include "nn/bloom.h"
 #include "nn/gpt2.h"
 #include "nn/llama.h"
@@ -177,6 +179,23 @@ GemmBackend gemm_backend_from_name(std::string_view name) {
   return name == "own"        ? GemmBackend::kOwn
          : name == "cublaslt" ? GemmBackend::kCublasLt
                               : GemmBackend::kAuto;
+}
+
+void check_kernel_libraries(const Config& config, DeviceType device) {
+  if (device != DeviceType::kCuda) return;
+  const auto check = [&](std::string_view key, std::string_view value, const std::string& problem,
+                         std::string_view others) {
+    TESSERA_CHECK_AS(ConfigError, problem.empty(),
+                     "{}: {} = {}, but {}, expected the library or {}", config.origin(key), key,
+                     value, problem, others);
+  };
+  const KernelsConfig& k = config.kernels;
+  if (k.attention == "cudnn") {
+    check("kernels.attention", k.attention, kernels::cudnn_problem(), "one of own, auto");
+  }
+  if (k.gemm == "cublaslt") {
+    check("kernels.gemm", k.gemm, kernels::cuda::cublaslt_problem(), "one of own, auto");
+  }
 }
 
 SampleOptions sample_options(const Config& config, int64_t vocab_size) {

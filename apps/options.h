@@ -30,6 +30,8 @@ optim::Schedule make_schedule(const Config& config);
 /// What computes on CUDA, by the names of the keys `kernels.attention` and `kernels.gemm`.
 AttentionBackend attention_backend_from_name(std::string_view name);
 GemmBackend gemm_backend_from_name(std::string_view name);
+/// ConfigError, with key and library, if a key asks for a library that cannot be used on `device`.
+void check_kernel_libraries(const Config& config, DeviceType device);
 SampleOptions sample_options(const Config& config, int64_t vocab_size);
 
 }  // namespace tessera::apps

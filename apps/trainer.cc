@@ -554,6 +554,7 @@ TrainResult train(const Config& config, dist::World& world) {
   world.control().verdict([&] {
     ContextOptions options;
     options.device = world.device(config.device);
+    check_kernel_libraries(config, options.device.type);
     options.num_threads = world.num_threads(static_cast<int>(config.train.threads));
     options.memory_limit = parse_nbytes(config.memory.limit);
     options.poison = config.debug.poison;

@@ -196,7 +196,7 @@ void submit(const Args& a, bool is_backward, Own own, Cudnn cudnn) {
   if (s.device().type != DeviceType::kCuda || backend == AttentionBackend::kOwn) return own(s, a);
   const std::string& problem = kernels::cudnn_problem();
   TESSERA_CHECK_AS(CudaError, problem.empty() || backend == AttentionBackend::kAuto,
-                   "attention: cuDNN is selected, but {}", problem);
+                   "attention: the backend is cudnn, but {}", problem);
   if (!problem.empty() || !kernels::cudnn_takes(a)) return own(s, a);
   if (backend == AttentionBackend::kAuto && !is_cudnn_faster(s, a, is_backward, own, cudnn))
     return own(s, a);

@@ -2,7 +2,7 @@
 
 #if TESSERA_HAS_CUDNN
 
-#include <dlfcn.h>
+#include "core/runtime/cuda/library.h"
 
 namespace tessera::kernels::cudnn {
 namespace {
@@ -20,16 +20,8 @@ void load(Library& library, void* handle, F& function, const char* name) {
 
 Library open_library() {
   Library library;
-  constexpr const char* kName = "libcudnn.so.9";
-  void* handle = dlopen(kName, RTLD_NOW | RTLD_LOCAL);
-  // Where the toolkit installs itself, often without telling the loader.
-  if (handle == nullptr) {
-    handle = dlopen((std::string("/usr/local/cuda/lib64/") + kName).c_str(), RTLD_NOW | RTLD_LOCAL);
-  }
-  if (handle == nullptr) {
-    library.problem = std::string(kName) + " cannot be loaded";
-    return library;
-  }
+  void* handle = tessera::cuda::open_library("libcudnn.so.9", "TESSERA_CUDNN", &library.problem);
+  if (handle == nullptr) return library;
   Api& api = library.api;
   load(library, handle, api.create, "cudnnCreate");
   load(library, handle, api.set_stream, "cudnnSetStream");

@@ -5,7 +5,6 @@
 #include <cublasLt.h>
 #include <cuda_runtime_api.h>
 #if !defined(TESSERA_SIMT)
-#include <dlfcn.h>
 #include <nvtx3/nvToolsExt.h>
 #endif
 #endif
@@ -17,6 +16,7 @@
 #include <unordered_map>
 
 #include "core/check.h"
+#include "core/runtime/cuda/library.h"
 #include "kernels/matmul/backend.h"
 
 // [Note: Plans of cuBLASLt]
@@ -81,18 +81,17 @@ void load(Library& library, void* handle, F& function, const char* name) {
 
 Library open_library() {
   Library library;
-#if !defined(TESSERA_SIMT)
-  constexpr const char* kName = "libcublasLt.so." TESSERA_CUBLASLT_STRING(CUBLAS_VER_MAJOR);
-  void* handle = dlopen(kName, RTLD_NOW | RTLD_LOCAL);
-  // Where the toolkit installs itself, often without telling the loader.
-  if (handle == nullptr) {
-    handle = dlopen((std::string("/usr/local/cuda/lib64/") + kName).c_str(), RTLD_NOW | RTLD_LOCAL);
-  }
-  if (handle == nullptr) {
-    library.problem = std::string(kName) + " cannot be loaded";
-    return library;
-  }
+  constexpr const char* kVariable = "TESSERA_CUBLASLT";
+#if defined(TESSERA_SIMT)
+  // The fake is part of the program; a file that is named is opened as ever.
+  const char* file = std::getenv(kVariable);
+  void* handle =
+      file == nullptr ? &library : tessera::cuda::open_library(file, kVariable, &library.problem);
+#else
+  void* handle = tessera::cuda::open_library(
+      "libcublasLt.so." TESSERA_CUBLASLT_STRING(CUBLAS_VER_MAJOR), kVariable, &library.problem);
 #endif
+  if (handle == nullptr) return library;
   TESSERA_CUBLASLT_LOAD(create, cublasLtCreate);
   TESSERA_CUBLASLT_LOAD(status_string, cublasLtGetStatusString);
   TESSERA_CUBLASLT_LOAD(desc_create, cublasLtMatmulDescCreate);
@@ -169,6 +168,7 @@ struct State {
   std::mutex mutex;
   std::unordered_map<int, cublasLtHandle_t> handles;  // by device
   std::unordered_map<Key, Plan, KeyHash> plans;
+  std::function<void(const Matmul&)> observer;
 };
 
 State& state() {
@@ -398,6 +398,12 @@ void cublaslt_matmul(CUstream_st* stream, const Matmul& p) {
                    "(status {})",
                    p.m, p.n, p.k, p.num_batches, name_of(p.dtype), name_of(p.c_dtype),
                    api().status_string(status), static_cast<int>(status));
+  if (state().observer) state().observer(p);
+}
+
+void observe_cublaslt(std::function<void(const Matmul&)> observer) {
+  const std::lock_guard lock(state().mutex);
+  state().observer = std::move(observer);
 }
 
 #else
@@ -415,6 +421,7 @@ int64_t cublaslt_workspace_nbytes(const Matmul&) {
 void cublaslt_matmul(CUstream_st*, const Matmul&) {
   TESSERA_UNIMPLEMENTED("matmul: {}", cublaslt_problem());
 }
+void observe_cublaslt(std::function<void(const Matmul&)>) {}
 
 #endif
 

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
 
 #include "kernels/matmul/kernel.h"
@@ -46,5 +47,9 @@ inline constexpr int64_t kCublasLtMaxWorkspace = int64_t{32} << 20;
 /// Submits `p`, which is supported and has the workspace asked for.
 /// Errors   CudaError with the library's words and the sizes
 void cublaslt_matmul(CUstream_st* stream, const Matmul& p);
+
+/// From now on each product is also given to `observer`, one at a time, when it is submitted; null
+/// ends it. For benches: one observer in a process.
+void observe_cublaslt(std::function<void(const Matmul&)> observer);
 
 }  // namespace tessera::kernels::cuda

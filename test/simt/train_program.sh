@@ -45,4 +45,19 @@ for words in "${launches[@]}"; do
     failures=$((failures + 1))
   fi
 done
+
+# A library that a key asks for and that is not there is one line, before anything else.
+refuses() {  # variable, key, value
+  local status=0 line
+  env "$1=/nowhere/lib.so" "$train" "$root/configs/llama_tiny.toml" --device=cuda \
+    --data.text="$dir/text" --output.dir="$dir/refused" "--$2=$3" >"$dir/log" 2>&1 || status=$?
+  line="command line: $2 = $3, but /nowhere/lib.so cannot be loaded (install it, or name its file in $1), expected the library or one of own, auto"
+  if [ "$status" != 2 ] || ! grep -qF "$line" "$dir/log" || [ -e "$dir/refused" ]; then
+    echo "$2=$3 without its library: exit status $status, expected 2 and: $line"
+    cat "$dir/log"
+    failures=$((failures + 1))
+  fi
+}
+refuses TESSERA_CUDNN kernels.attention cudnn
+refuses TESSERA_CUBLASLT kernels.gemm cublaslt
 [ "$failures" = 0 ]

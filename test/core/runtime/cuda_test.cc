@@ -1,6 +1,7 @@
 #include "core/runtime/cuda.h"
 
 #include "core/runtime/context.h"
+#include "core/runtime/cuda/library.h"
 #include "core/runtime/order_check.h"
 #include "test/testing.h"
 
@@ -103,6 +104,22 @@ TEST_CASE("cuda: running out of device memory is the allocator's error", "[cuda]
   CHECK(error_of([&] {
           context->allocator()->allocate(size_t{1} << 50, context->compute(), MemoryClass::kOther);
         }).find("out of memory on cuda:0: requested 1024.0 TiB") == 0);
+}
+
+TEST_CASE("cuda: a library that is missing is named, with what to do", "[cuda]") {
+  std::string problem;
+  CHECK(cuda::open_library("libnone.so.1", "TESSERA_TEST_LIBRARY", &problem) == nullptr);
+  CHECK(problem ==
+        "libnone.so.1 cannot be loaded (install it, or name its file in TESSERA_TEST_LIBRARY)");
+  // The variable says which file, whatever is installed.
+  setenv("TESSERA_TEST_LIBRARY", "/nowhere/lib.so", 1);
+  CHECK(cuda::open_library("libc.so.6", "TESSERA_TEST_LIBRARY", &problem) == nullptr);
+  CHECK(problem ==
+        "/nowhere/lib.so cannot be loaded (install it, or name its file in TESSERA_TEST_LIBRARY)");
+  setenv("TESSERA_TEST_LIBRARY", "libc.so.6", 1);
+  CHECK(cuda::open_library("libnone.so.1", "TESSERA_TEST_LIBRARY", &problem) != nullptr);
+  unsetenv("TESSERA_TEST_LIBRARY");
+  CHECK(cuda::open_library("libc.so.6", "TESSERA_TEST_LIBRARY", &problem) != nullptr);
 }
 
 }  // namespace
