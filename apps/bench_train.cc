@@ -9,6 +9,11 @@
 // parameter, gradient and two moments and writes three of them, 4 bytes each. MFU is those
 // operations a second over the rate of a large product in the same dtype, in percent.
 //
+// With --gemm-sequence, on one CUDA device, the step stands beside its products of cuBLASLt alone,
+// submitted back to back (gemm_sequence.h), and the kernels that are no products:
+//
+//   overhead = step - sequence - other kernels,  in percent of sequence + other kernels
+//
 // Peak memory stands beside what parameters, gradients and states, and activations, should take.
 
 #include <fmt/format.h>
@@ -20,6 +25,7 @@
 #include <set>
 
 #include "apps/bench.h"
+#include "apps/gemm_sequence.h"
 #include "apps/options.h"
 #include "core/autograd.h"
 #include "core/log.h"
@@ -29,6 +35,7 @@
 #include "core/runtime/cpu_check.h"
 #include "dist/comm/local.h"
 #include "dist/fsdp/fully_shard.h"
+#include "kernels/matmul/cublaslt.h"
 #include "nn/gpt2.h"
 #include "nn/llama.h"
 #include "optim/adamw.h"
@@ -42,7 +49,7 @@ struct Options {
   int64_t layers = 12, heads = 12, kv_heads = 0, width = 768, context = 64, vocab = 50257,
           micro_batch = 4;
   int steps = 10, threads = 0, num_thread_ranks = 0, prefetch = 1;
-  bool as_json = false, checks_memory = false;
+  bool as_json = false, checks_memory = false, times_gemms = false;
   std::string attention = "own", gemm = "auto";
 };
 
@@ -137,6 +144,12 @@ Part part_of(std::string_view task) {
 struct Split {
   std::array<double, kNumParts> parts_ms{};
   double idle_ms = 0;
+
+  double all_but_products_ms() const {
+    double sum_ms = 0;
+    for (size_t i = 0; i < parts_ms.size(); ++i) sum_ms += i == kProducts ? 0 : parts_ms[i];
+    return sum_ms;
+  }
 };
 
 Split split_of(const std::vector<TraceEvent>& events, int compute_id, double step_ms) {
@@ -205,6 +218,12 @@ struct Result {
   Split split;
   double floor_ms = 0, tokens = 0, parameters = 0, flops_per_token = 0;
   double allocator_peak_gib = 0, resident_peak_gib = 0;
+  size_t num_gemms = 0;  // with --gemm-sequence
+  double gemms_ms = 0;
+
+  double bare_ms() const { return gemms_ms + split.all_but_products_ms(); }
+  double overhead_ms() const { return step.median_ms - bare_ms(); }
+  double overhead_percent() const { return 100 * overhead_ms() / bare_ms(); }
 };
 
 double gib(double nbytes) {
@@ -271,6 +290,16 @@ Result measure(dist::World& world, const Options& o, const Roofline& roofline, d
   struct rusage usage = {};
   getrusage(RUSAGE_SELF, &usage);
   r.resident_peak_gib = gib(static_cast<double>(usage.ru_maxrss) * 1024);
+  if (o.times_gemms) {
+    const GemmSequence gemms = GemmSequence::record([&] {
+      training.step();
+      training.finish();
+    });
+    TESSERA_CHECK(!gemms.products().empty(),
+                  "--gemm-sequence: no product of the step was cuBLASLt's");
+    r.num_gemms = gemms.products().size();
+    r.gemms_ms = time_on_stream([&] { gemms.submit(); }, o.steps).median_ms;
+  }
   return r;
 }
 
@@ -281,40 +310,49 @@ int report(const Options& o, int num_ranks, const Result& r) {
   const double mfu_percent = 100 * r.flops_per_token * tokens_per_s / r.rate;
   const auto& ms = r.split.parts_ms;
   if (o.as_json) {
-    fmt::print("{}\n",
-               nlohmann::json{{"bench", "train"},
-                              {"model", o.model},
-                              {"dtype", o.dtype},
-                              {"strategy", o.strategy},
-                              {"ranks", num_ranks},
-                              {"layers", o.layers},
-                              {"width", o.width},
-                              {"context", o.context},
-                              {"vocab", o.vocab},
-                              {"micro_batch", o.micro_batch},
-                              {"parameters", r.parameters},
-                              {"flops_per_token", r.flops_per_token},
-                              {"step_ms", r.step.median_ms},
-                              {"min_ms", r.step.min_ms},
-                              {"max_ms", r.step.max_ms},
-                              {"tokens_per_s", tokens_per_s},
-                              {"mfu_percent", mfu_percent},
-                              {"floor_ms", r.floor_ms},
-                              {"step_over_floor", r.step.median_ms / r.floor_ms},
-                              {"products_ms", ms[kProducts]},
-                              {"attention_ms", ms[kAttention]},
-                              {"optimizer_ms", ms[kOptimizer]},
-                              {"exposed_ms", ms[kWaits]},
-                              {"other_ms", ms[kOther]},
-                              {"idle_ms", r.split.idle_ms},
-                              {"states_gib", gib(r.memory.states)},
-                              {"expected_states_gib", gib(r.memory.expected_states)},
-                              {"activations_gib", gib(r.memory.activations)},
-                              {"expected_activations_gib", gib(r.memory.expected_activations)},
-                              {"gathered_gib", gib(r.memory.others)},
-                              {"allocator_peak_gib", r.allocator_peak_gib},
-                              {"resident_peak_gib", r.resident_peak_gib}}
-                   .dump());
+    nlohmann::json gemms;
+    if (o.times_gemms) {
+      gemms = {{"num_gemms", r.num_gemms},
+               {"gemm_sequence_ms", r.gemms_ms},
+               {"other_kernels_ms", r.split.all_but_products_ms()},
+               {"overhead_ms", r.overhead_ms()},
+               {"overhead_percent", r.overhead_percent()}};
+    }
+    nlohmann::json all =
+        nlohmann::json{{"bench", "train"},
+                       {"model", o.model},
+                       {"dtype", o.dtype},
+                       {"strategy", o.strategy},
+                       {"ranks", num_ranks},
+                       {"layers", o.layers},
+                       {"width", o.width},
+                       {"context", o.context},
+                       {"vocab", o.vocab},
+                       {"micro_batch", o.micro_batch},
+                       {"parameters", r.parameters},
+                       {"flops_per_token", r.flops_per_token},
+                       {"step_ms", r.step.median_ms},
+                       {"min_ms", r.step.min_ms},
+                       {"max_ms", r.step.max_ms},
+                       {"tokens_per_s", tokens_per_s},
+                       {"mfu_percent", mfu_percent},
+                       {"floor_ms", r.floor_ms},
+                       {"step_over_floor", r.step.median_ms / r.floor_ms},
+                       {"products_ms", ms[kProducts]},
+                       {"attention_ms", ms[kAttention]},
+                       {"optimizer_ms", ms[kOptimizer]},
+                       {"exposed_ms", ms[kWaits]},
+                       {"other_ms", ms[kOther]},
+                       {"idle_ms", r.split.idle_ms},
+                       {"states_gib", gib(r.memory.states)},
+                       {"expected_states_gib", gib(r.memory.expected_states)},
+                       {"activations_gib", gib(r.memory.activations)},
+                       {"expected_activations_gib", gib(r.memory.expected_activations)},
+                       {"gathered_gib", gib(r.memory.others)},
+                       {"allocator_peak_gib", r.allocator_peak_gib},
+                       {"resident_peak_gib", r.resident_peak_gib}};
+    if (o.times_gemms) all.update(gemms);
+    fmt::print("{}\n", all.dump());
     return status;
   }
   fmt::print(
@@ -332,6 +370,13 @@ int report(const Options& o, int num_ranks, const Result& r) {
       ms[kWaits], r.split.idle_ms, gib(r.memory.states), gib(r.memory.expected_states),
       gib(r.memory.activations), gib(r.memory.expected_activations), gib(r.memory.others),
       r.allocator_peak_gib, r.resident_peak_gib);
+  if (o.times_gemms) {
+    fmt::print(
+        "{} products of cuBLASLt alone {:.1f} ms, other kernels {:.1f}, overhead {:.1f} ms "
+        "({:.1f} %)\n",
+        r.num_gemms, r.gemms_ms, r.split.all_but_products_ms(), r.overhead_ms(),
+        r.overhead_percent());
+  }
   return status;
 }
 
@@ -385,18 +430,30 @@ int run(int argc, char** argv) {
   app.add_option("--gemm", o.gemm, "on cuda")->check(CLI::IsMember({"auto", "own", "cublaslt"}));
   app.add_flag("--check-memory", o.checks_memory,
                "exit status 1 if the peak is not within 5 % of what is expected");
+  app.add_flag("--gemm-sequence", o.times_gemms,
+               "on cuda, one rank: the step beside its products of cuBLASLt alone");
   app.add_flag("--json", o.as_json, "one object");
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
     return app.exit(error) == 0 ? 0 : 2;
   }
+  const auto check_gemms = [&o](DeviceType device, int num_ranks) {
+    if (!o.times_gemms) return;
+    TESSERA_CHECK_AS(ConfigError, device == DeviceType::kCuda && num_ranks == 1,
+                     "--gemm-sequence: {} ranks on {}, expected one on cuda", num_ranks,
+                     device == DeviceType::kCuda ? "cuda" : "cpu");
+    TESSERA_CHECK_AS(ConfigError, kernels::cuda::cublaslt_problem().empty() && o.gemm != "own",
+                     "--gemm-sequence: expected products by cuBLASLt, but {}",
+                     o.gemm == "own" ? "--gemm=own" : kernels::cuda::cublaslt_problem());
+  };
   set_attention_backend(attention_backend_from_name(o.attention));
   set_gemm_backend(gemm_backend_from_name(o.gemm));
   if (o.num_thread_ranks > 0) {
     dist::LocalOptions local;
     local.context.poison = local.context.order_check = false;
     local.context.device = device_from_name(o.device);
+    check_gemms(local.context.device.type, o.num_thread_ranks);
     const Rates rates = measure_rates(local.context.device, 0);
     print_rates(rates, o);
     if (o.threads > 0) local.context.num_threads = o.threads;
@@ -414,6 +471,7 @@ int run(int argc, char** argv) {
       ContextOptions options;
       options.device = world.device(o.device);
       options.num_threads = world.num_threads(o.threads);
+      check_gemms(options.device.type, world.world_size());
       // The floor is that of all the machine: one rank measures, with all threads.
       if (world.rank() == 0) rates = measure_rates(options.device, num_allowed_processors());
       context = std::make_shared<Context>(options);

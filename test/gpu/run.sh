@@ -98,7 +98,7 @@ else
     phase "$name" "$limit" "$train" "$bin/tessera-bench-train" --device=cuda --model=gpt2 \
       --dtype=bf16 --context=1024 --steps=10 --json "$@"
   }
-  train "train 124M" 40 --micro-batch=64
+  train "train 124M" 45 --micro-batch=64 --gemm-sequence
   train "train 124M cudnn" 40 --micro-batch=64 --attention=cudnn
   train "train 1558M" 60 --layers=48 --heads=25 --width=1600 --micro-batch=16
 fi
@@ -156,6 +156,10 @@ both_ways() {  # suffix, goal
     printf "states %.2f (%.2f), activations %.2f (%.2f), allocator %.2f\n", field("states_gib"),
       field("expected_states_gib"), field("activations_gib"), field("expected_activations_gib"),
       field("allocator_peak_gib")
+    if (field("gemm_sequence_ms") == "") next
+    printf "  %d products of cuBLASLt alone %.1f ms, other kernels %.1f ms, overhead %.1f %%  (goal 5)\n",
+      field("num_gemms"), field("gemm_sequence_ms"), field("other_kernels_ms"),
+      field("overhead_percent")
   }' "$train"
   if [ "$has_device" = yes ]; then
     echo "goals: 124M 458000 tokens/s, then 560000; 1558M 48500, then 57000"

@@ -41,7 +41,7 @@ program tessera-bench-kernels 0 <<'JSON'
 {"bench":"adamw_step/bf16/512","bound":"memory","gbytes_per_s":3600.0,"ms":4.0,"percent_of_roofline":83.7,"tflops":0.1}
 JSON
 program tessera-bench-train 0 <<'JSON'
-{"activations_gib":10.0,"bench":"train","expected_activations_gib":9.9,"expected_states_gib":2.1,"mfu_percent":45.6,"parameters":124000000.0,"states_gib":2.0,"step_ms":140.0,"tokens_per_s":468114.2}
+{"activations_gib":10.0,"bench":"train","expected_activations_gib":9.9,"expected_states_gib":2.1,"gemm_sequence_ms":90.0,"mfu_percent":45.6,"num_gemms":99,"other_kernels_ms":44.0,"overhead_percent":4.5,"parameters":124000000.0,"states_gib":2.0,"step_ms":140.0,"tokens_per_s":468114.2}
 JSON
 status=0
 TESSERA_BIN=$dir/bin bash "$run" "$dir/out" >"$dir/log" 2>&1 || status=$?
@@ -53,4 +53,5 @@ expect '^attention_fwd \+ bwd +8.0000 ms +250.0 TFLOP/s'
 expect '^attention_fwd_cudnn/bf16/B2 +1.5000 ms +533.3 TFLOP/s'
 expect '^adamw_step/bf16/512 +4.0000 ms +83.7 % of the copy'
 expect '^gpt2 124M: 468114 tokens/s, 140.0 ms a step, MFU 45.6 %; .* states 2.00 \(2.10\)'
+expect '^  99 products of cuBLASLt alone 90.0 ms, other kernels 44.0 ms, overhead 4.5 %  \(goal 5\)'
 [ "$(wc -l <"$dir/out/summary.txt")" -le 40 ] || fail "a summary of more than 40 lines"

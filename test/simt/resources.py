@@ -1,7 +1,9 @@
 """Registers, shared memory and spills of every CUDA kernel, as ptxas reported them when the product
 was compiled; spills and stack frames in the kernels of WATCHED are errors. Shared memory is what
-the code itself declares; what a launch asks for comes on top.
-Usage: resources.py FAMILY_FILE.resources...
+the code itself declares. What launches ask for on top is in a second table, by the names of
+launches: the most that the tests of the emulator asked for when they last ran; more than the
+smallest architecture has is an error.
+Usage: resources.py FAMILY_FILE.resources... [--launches DIRECTORY_OF_FAMILY.launches]
 """
 
 import pathlib
@@ -11,6 +13,9 @@ import sys
 
 # Family: what the names of its kernels that must not use local memory contain, in any case.
 WATCHED = {"attention": "", "optimizer": "adamw"}
+
+# Bytes of shared memory that a block may ask for on sm_80; sm_90 has more.
+MAX_DYNAMIC = 163 * 1024
 
 ENTRY = re.compile(r"Compiling entry function '(\S+)' for '(\w+)'")
 LOCAL = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -69,8 +74,44 @@ def faults(family, kernels):
                    f"of stack, {k['stores']} of spill stores, {k['loads']} of spill loads")
 
 
+def parse_launches(text):
+    """(launch, threads of a block, bytes of dynamic shared memory) of each line."""
+    rows = []
+    for line in text.splitlines():
+        name, threads, nbytes = line.rsplit(maxsplit=2)
+        rows.append((name, int(threads), int(nbytes)))
+    return rows
+
+
+def launch_faults(family, launches):
+    for name, _, nbytes in launches:
+        if nbytes > MAX_DYNAMIC:
+            yield (f"{family}: {name} asks for {nbytes} bytes of dynamic shared memory, expected at "
+                   f"most {MAX_DYNAMIC}")
+
+
+def print_launches(directory):
+    """The table of all families' launches; their faults."""
+    problems = []
+    print(f"\n{'threads':>9} {'dynamic shared':>14}  launch")
+    paths = sorted(pathlib.Path(directory).glob("*.launches"))
+    for path in paths:
+        launches = parse_launches(path.read_text(encoding="utf-8"))
+        for name, threads, nbytes in launches:
+            print(f"{threads:>9} {nbytes:>14}  {path.stem}: {name}")
+        problems += launch_faults(path.stem, launches)
+    if not paths:
+        print("(none yet: the tests of the emulator write them)")
+    return problems
+
+
 def check_the_check():
-    """A planted spill is found, in a watched kernel only."""
+    """A planted spill is found, in a watched kernel only; so is a launch that asks for too much."""
+    launches = parse_launches("flash fwd 128 166912\nadamw_step 256 0\n")
+    assert launches == [("flash fwd", 128, 166912), ("adamw_step", 256, 0)], launches
+    assert not list(launch_faults("attention", launches))
+    [fault] = launch_faults("attention", [("flash", 128, 166913)])
+    assert "flash asks for 166913 bytes of dynamic shared memory" in fault, fault
     report = """ptxas info    : 0 bytes gmem
 ptxas info    : Compiling entry function '_Z12adamw_kernelIfEvPT_' for 'sm_90'
 ptxas info    : Function properties for _Z12adamw_kernelIfEvPT_
@@ -92,7 +133,10 @@ ptxas info    : Used 255 registers, used 1 barriers, 1024 bytes smem, 376 bytes 
 def main():
     check_the_check()
     by_family = {}
-    for path in map(pathlib.Path, sys.argv[1:]):
+    reports, launches = sys.argv[1:], None
+    if "--launches" in reports:
+        *reports, _, launches = reports
+    for path in map(pathlib.Path, reports):
         family = next((f for f in WATCHED if path.name.startswith(f + "_")),
                       path.stem.rsplit("_", 1)[0])
         by_family.setdefault(family, []).extend(parse(path.read_text(encoding="utf-8")))
@@ -107,6 +151,8 @@ def main():
                   f"{k['stores'] + k['loads']:>7}  {k['arch']}  {family}: {k['name']}")
         num_kernels += len(kernels)
         problems += faults(family, kernels)
+    if launches is not None:
+        problems += print_launches(launches)
     print(*problems, sep="\n")
     print(f"{num_kernels} kernels, {len(problems)} faults")
     return 1 if problems or num_kernels == 0 else 0

@@ -5,8 +5,13 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <cstdlib>
+#include <fstream>
+#include <map>
+#include <mutex>
 #include <numeric>
 #include <random>
+#include <string>
 #include <utility>
 
 #include "test/simt/machine.h"
@@ -58,6 +63,29 @@ void check_geometry(const char* name, const Geometry& g) {
   check(volume(g.block) % kWarpSize == 0, "whole warps of 32 threads");
   check(g.smem_bytes <= kMaxSharedBytes, "at most 232448 bytes of shared memory");
 }
+
+/// The most dynamic shared memory that each kernel was launched with, and its threads. Written at
+/// the end of the process to the file that TESSERA_SIMT_LAUNCHES names, for resources.py.
+class Launches {
+ public:
+  ~Launches() {
+    const char* path = std::getenv("TESSERA_SIMT_LAUNCHES");
+    if (path == nullptr) return;
+    std::ofstream file(path);
+    for (const auto& [name, most] : most_)
+      file << name << ' ' << most.second << ' ' << most.first << '\n';
+  }
+  void add(const char* name, const Geometry& g) {
+    const std::lock_guard lock(mutex_);
+    auto& most = most_[name];
+    most = std::max(most, {g.smem_bytes, volume(g.block)});
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<std::string, std::pair<size_t, int64_t>> most_;
+};
+Launches launches;
 
 void run_grid(const char* name, const Geometry& geometry, const std::function<void()>& body,
               const Settings& s) {
@@ -125,6 +153,7 @@ void enqueue(cudaStream_t stream, std::function<void()> work) {
 void launch(const char* name, const Geometry& geometry, cudaStream_t stream,
             std::function<void()> body) {
   check_geometry(name, geometry);
+  launches.add(name, geometry);
   enqueue(stream, [name, geometry, body = std::move(body), s = settings] {
     run_grid(name, geometry, body, s);
   });
