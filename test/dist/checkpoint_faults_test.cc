@@ -9,6 +9,7 @@
 #include <atomic>
 #include <cerrno>
 #include <cstdarg>
+#include <cstdlib>
 #include <filesystem>
 #include <nlohmann/json.hpp>
 #include <thread>
@@ -28,6 +29,7 @@ struct Faults {
     kKillShort,  ///< the same, but call `at` still writes half of its bytes
     kFail,       ///< call `at` of `call` fails with `error`
     kShort,      ///< every write takes at most 1000 bytes
+    kNoDirect,   ///< writes past the page cache fail with EINVAL, as on a disk with larger blocks
     kHold,       ///< every fsync and pwrite waits for `set_faults(kNone)`, at most kLongestHold
     kInterrupt,  ///< every second call of `call` fails with EINTR
   };
@@ -95,6 +97,12 @@ Verdict judge(const char* call) {
     return kind == Faults::kKillShort && n == faults.at ? Verdict::kHalf : Verdict::kFail;
   }
   if (kind == Faults::kShort) return Verdict::kHalf;
+  if (kind == Faults::kNoDirect) {
+    if (std::string_view(call) != "write") return Verdict::kGo;
+    ++faults.count;
+    errno = EINVAL;
+    return Verdict::kFail;
+  }
   if (kind == Faults::kHold) {
     const bool is_held = std::string_view(call) == "fsync" || std::string_view(call) == "pwrite";
     return !is_held || hold() ? Verdict::kGo : Verdict::kFail;
@@ -123,6 +131,9 @@ extern "C" {
 ssize_t write(int fd, const void* data, size_t nbytes) {
   static const auto real = next<ssize_t (*)(int, const void*, size_t)>("write");
   if (faults.kind == Faults::kNone || !is_checkpoint(fd)) return real(fd, data, nbytes);
+  if (faults.kind == Faults::kNoDirect && (::fcntl(fd, F_GETFL) & O_DIRECT) == 0) {
+    return real(fd, data, nbytes);
+  }
   switch (judge("write")) {
     case Verdict::kGo:
       return real(fd, data, nbytes);
@@ -333,6 +344,38 @@ TEST_CASE("checkpoint faults: F30: killed while a step is saved again or old one
     CHECK(dist::list_incomplete(dir.path()).empty());
   }
   CHECK(num_points > 15);
+}
+
+TEST_CASE("durable file: the same bytes past the page cache, through it, and in turns",
+          "[checkpoint]") {
+  constexpr int64_t kNbytes = int64_t{3} << 20, kAlign = dist::DurableFile::kDirectNbytes;
+  const std::unique_ptr<char, decltype(&std::free)> memory(
+      static_cast<char*>(std::aligned_alloc(kAlign, kNbytes)), &std::free);
+  for (int64_t i = 0; i < kNbytes; ++i) memory.get()[i] = static_cast<char>(i * 2654435761 >> 11);
+  const TempDir dir;
+  const std::string path = dir / "step-file";
+  // In one block; with an end that is no whole one; from a place that is not aligned, and back.
+  const std::vector<std::vector<int64_t>> patterns = {
+      {kNbytes}, {kNbytes - 5}, {kAlign, 100, 8 * kAlign, kAlign - 100, 1 << 21}, {7, 9, 1 << 20}};
+  for (const Faults::Kind kind : {Faults::kNone, Faults::kNoDirect, Faults::kShort}) {
+    for (size_t p = 0; p < patterns.size(); ++p) {
+      CAPTURE(kind, p);
+      set_faults(kind);
+      int64_t done = 0;
+      {
+        dist::DurableFile file(path, kNbytes);
+        for (const int64_t count : patterns[p]) {
+          file.write(memory.get() + done, count);
+          done += count;
+        }
+        file.commit();
+      }
+      const int64_t num_refused = faults.count;
+      set_faults(Faults::kNone);
+      if (kind == Faults::kNoDirect) CHECK(num_refused <= 1);  // then no more of them
+      CHECK(read_file(path) == std::string(memory.get(), static_cast<size_t>(done)));
+    }
+  }
 }
 
 TEST_CASE("checkpoint faults: F32: short writes and interrupted calls go on", "[checkpoint]") {
