@@ -35,6 +35,16 @@ start() {
   launcher=$!
 }
 
+# guard LAUNCHER: ends an mpirun that stays although its ranks are gone. Open MPI 4.1 can hang so when
+# a rank is killed while it connects.
+guard() {
+  local idle=0
+  while sleep 5; do
+    if pgrep -P "$1" >/dev/null; then idle=0; else idle=$((idle + 1)); fi
+    [ "$idle" -lt 6 ] || exec kill -KILL "$1"
+  done
+}
+
 ranks_of() {  # OUT: the processes of its ranks, in order
   pgrep -P "$launcher" -f -- "--output.dir=$1 " | sort -n
 }
@@ -121,7 +131,11 @@ while :; do
     kill -KILL "${ranks[$((RANDOM % 3))]}" 2>/dev/null; then
     kills=$((kills + 1))
   fi
+  guard "$launcher" >/dev/null 2>&1 &
+  guard=$!
   wait "$launcher"
+  kill "$guard" 2>/dev/null
+  wait "$guard" 2>/dev/null
   grep -h "passed over" "$out.log" &&
     report "kill -9, life $lives" "a checkpoint was not whole" "$out.log"
   if [ -f "$out/status.json" ] && [ "$(state "$out")" = finished ]; then
