@@ -16,6 +16,7 @@ namespace {
 
 using tessera::cpu::AllLanes;
 using tessera::cpu::for_lanes;
+using tessera::cpu::Group;
 using tessera::cpu::load_lanes;
 using tessera::cpu::store_lanes;
 using tessera::cpu::Vector;
@@ -95,6 +96,67 @@ inline void for_each_vector(const T* const* sources, int num, int64_t count, F&&
   }
 }
 
+#if TESSERA_AVX512_BF16
+// bf16 sums of up to kMaxInRegisters bf16 sources, 32 elements at a time.
+
+template <int kNum, class Lanes>
+inline Group<BFloat16> sum_groups(const BFloat16* const* sources, int64_t i, Lanes lanes) {
+  if constexpr (kNum == 1) {
+    return tessera::cpu::load_group(sources[0] + i, lanes);
+  } else {
+    constexpr int kLeft = (kNum + 1) / 2;
+    Group<BFloat16> sum = sum_groups<kLeft>(sources, i, lanes);
+    const auto right = sum_groups<kNum - kLeft>(sources + kLeft, i, lanes);
+    for (int p = 0; p < 2; ++p) sum.part[p] += right.part[p];
+    return sum;
+  }
+}
+
+// As store_rounded: by the instruction where that has the same bits, which is where no value is
+// subnormal.
+template <class Lanes>
+inline void store_rounded_group(BFloat16* p, const Group<BFloat16>& group, Lanes lanes) {
+  constexpr int kSubnormal = 0x20;
+  const auto small = [&](int part) {
+    return _mm512_fpclass_ps_mask((__m512)group.part[part], kSubnormal);
+  };
+  if ((small(0) | small(1)) == 0) [[likely]]
+    return tessera::cpu::store_group(p, group, lanes);
+  int count = tessera::cpu::kGroup<BFloat16>;
+  if constexpr (!std::is_same_v<Lanes, AllLanes>) count = lanes;
+  for (int i = 0; i < count; ++i) p[i] = BFloat16(group.part[i % 2][i / 2]);
+}
+
+template <int kNum>
+[[gnu::flatten]] void sum_bf16_sources(const TreeReduce& a) {
+  const BFloat16* sources[kNum];
+  for (int r = 0; r < kNum; ++r) sources[r] = static_cast<const BFloat16*>(a.sources[r]);
+  BFloat16* const dst = static_cast<BFloat16*>(a.dst);
+  const bool accumulate = a.accumulate;
+  tessera::cpu::for_groups<BFloat16>(a.numel, [&](int64_t i, auto lanes) {
+    Group<BFloat16> sum = sum_groups<kNum>(sources, i, lanes);
+    if (accumulate) {
+      const auto before = tessera::cpu::load_group(dst + i, lanes);
+      for (int p = 0; p < 2; ++p) sum.part[p] = before.part[p] + sum.part[p];
+    }
+    store_rounded_group(dst + i, sum, lanes);
+  });
+}
+
+void sum_bf16(const TreeReduce& a) {
+  switch (a.num_sources) {
+    case 1:
+      return sum_bf16_sources<1>(a);
+    case 2:
+      return sum_bf16_sources<2>(a);
+    case 3:
+      return sum_bf16_sources<3>(a);
+    default:
+      return sum_bf16_sources<4>(a);
+  }
+}
+#endif
+
 // out = reduction over `num` sources.
 template <Reduction kReduction, class C, class T>
 void reduce_block(C* out, const T* const* sources, int num, int64_t count, C (*buffers)[kBlock]) {
@@ -168,6 +230,11 @@ void tree_reduce(const TreeReduce& a) {
     if (a.src_dtype == kF32) return reduce_max<float>(a);
     return a.src_dtype == kI32 ? reduce_max<int32_t>(a) : reduce_max<uint8_t>(a);
   }
+#if TESSERA_AVX512_BF16
+  if (a.src_dtype == kBF16 && a.dst_dtype == kBF16 && a.num_sources <= kMaxInRegisters) {
+    return sum_bf16(a);
+  }
+#endif
   visit_float(a.src_dtype, "tree_reduce", [&a](auto source) {
     visit_float(a.dst_dtype, "tree_reduce", [&a](auto out) {
       using T = typename decltype(source)::type;
