@@ -78,6 +78,31 @@ TEST_CASE("checkpoint over MPI: 4 thread ranks go on as MPI ranks", "[checkpoint
   world().control().barrier();
 }
 
+TEST_CASE("checkpoint over MPI: in reproducible mode 4 thread ranks go on here bit by bit",
+          "[checkpoint]") {
+  if (world().world_size() == 3) return;  // no power of two
+  const auto reproducible = [](int world_size) {
+    FsdpRun run = make_run();
+    run.samples_per_step = 8;
+    run.num_micro_batches = 8 / world_size;
+    run.fsdp.reproducible = true;
+    return run;
+  };
+  const TempDir temp;
+  const std::string dir = shared_dir(temp);
+  FsdpResult saved;
+  if (world().rank() == 0) {
+    FsdpRun run = reproducible(4);
+    save_at(run, kSaved, {.dir = dir, .run = "r"});
+    saved = run_fsdp_on_threads(4, run);
+  }
+  const std::vector<double> expected = from_rank_0(saved.losses);
+  FsdpRun run = reproducible(world().world_size());
+  resume_from(run, dir + "/step-00000010");
+  check_tail(run_fsdp(world(), run).losses, expected, 0);
+  world().control().barrier();
+}
+
 TEST_CASE("checkpoint over MPI: these ranks' checkpoint goes on here and on threads",
           "[checkpoint]") {
   const TempDir temp;
