@@ -43,9 +43,9 @@ Timing summarize(std::vector<double> times_ms) {
   return {median, times_ms.front(), times_ms.back()};
 }
 
-Timing time_on_stream(const std::function<void()>& submit, int runs) {
+Timing time_on_stream(const std::function<void()>& submit, int runs, int warm_ups) {
   std::vector<double> times_ms;
-  run_ms(submit, 2);
+  run_ms(submit, warm_ups);
   if (Context::current()->device().type == DeviceType::kCpu) {
     Tensor flushed = empty({int64_t{16} << 20});  // 64 MiB
     for (int i = 0; i < runs; ++i) {

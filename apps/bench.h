@@ -18,12 +18,12 @@ struct Timing {
 /// Of any number of times; zero without any.
 Timing summarize(std::vector<double> times_ms);
 
-/// Times what `submit` puts on the current stream, `runs` times after two runs to warm up.
+/// Times what `submit` puts on the current stream, `runs` times after `warm_ups` runs.
 /// On `cpu` each run is timed alone, after a buffer larger than the caches was overwritten; what
 /// is known is then in memory, as it mostly is in training. On `cuda` a run is a row of submissions
 /// back to back that lasts at least 2 ms, so that launches hide behind each other; working sets
 /// should exceed the L2 several times.
-Timing time_on_stream(const std::function<void()>& submit, int runs = 20);
+Timing time_on_stream(const std::function<void()>& submit, int runs = 20, int warm_ups = 2);
 
 /// What the device reaches: bytes read + written by a copy of 256 MiB, and floating-point
 /// operations of a matrix product of `width`^3.

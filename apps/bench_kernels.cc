@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
+#include <iostream>
 #include <nlohmann/json.hpp>
 
 #include "apps/bench.h"
@@ -54,6 +55,7 @@ const std::vector<Shapes>& all_shapes() {
 
 struct Options {
   std::string filter;
+  bool asks = false;  // after each timing, on standard input, whether to time the kernel again
   bool as_json = false;
   int runs = 20;
   /// Who computes on CUDA; `auto` is this project's kernels and beside them the library, where it
@@ -143,7 +145,24 @@ class Bench {
   void report(const std::string& name, double flops, double nbytes,
               const std::function<void()>& submit) const {
     if (!is_wanted(name)) return;
-    const Timing t = time_on_stream(submit, options_.runs);
+    print_timing(name, flops, nbytes, time_on_stream(submit, options_.runs));
+    while (const int runs = options_.asks ? runs_asked() : 0) {
+      print_timing(name, flops, nbytes, time_on_stream(submit, runs, 0));
+    }
+  }
+
+  /// The next line of standard input: "again N" is N runs, "next" or the end of the input none.
+  static int runs_asked() {
+    std::string line;
+    if (!std::getline(std::cin, line) || line == "next") return 0;
+    int runs = 0;
+    const bool is_again = std::sscanf(line.c_str(), "again %d", &runs) == 1 && runs >= 1;
+    TESSERA_CHECK_AS(ConfigError, is_again, "--ask: expected `again RUNS` or `next`, got `{}`",
+                     line);
+    return runs;
+  }
+
+  void print_timing(const std::string& name, double flops, double nbytes, const Timing& t) const {
     const double gbytes = nbytes / t.median_ms * 1e-6, tflops = flops / t.median_ms * 1e-9;
     const double percent = 100 * roofline_.floor_ms(flops, nbytes, dtype_) / t.median_ms;
     const bool is_compute = flops / roofline_.flops_per_s(dtype_) > nbytes / roofline_.bytes_per_s;
@@ -325,7 +344,8 @@ class Bench {
   }
 
   void rows() const {
-    const int64_t R = s_.R(), C = s_.T;  // attention's logits are as wide as the context
+    // Attention's logits: a row for each head and query, as wide as the context.
+    const int64_t C = s_.T, R = std::min(s_.B * s_.H * s_.T, (int64_t{64} << 20) / C);
     const Tensor x = random({R, C}, dtype_, 1), dy = random({R, C}, dtype_, 2), y = empty_like(x),
                  dx = empty_like(x);
     const k::RowLayout layout = k::contiguous_rows(C);
@@ -348,7 +368,7 @@ class Bench {
     for (auto* strides : {rope.x_strides, rope.y_strides}) {
       strides[0] = s_.T * s_.H * s_.D, strides[1] = s_.H * s_.D, strides[2] = s_.D;
     }
-    time("rope", fmt::format("{}x{}x{}", R, s_.H, s_.D), k::rope, rope);
+    time("rope", fmt::format("{}x{}x{}", s_.R(), s_.H, s_.D), k::rope, rope);
   }
 
   Tensor random_ids() const {
@@ -476,6 +496,9 @@ int run(int argc, char** argv) {
   app.add_option("--gemm", options.gemm,
                  "on cuda: own, cublaslt, or auto: both where cuBLASLt is installed")
       ->check(CLI::IsMember({"auto", "own", "cublaslt"}));
+  app.add_flag("--ask", options.asks,
+               "after each timing read a line: `again RUNS` times the kernel once more, `next` "
+               "goes on (for comparisons that take turns, as apps/compare/ops.py does)");
   app.add_flag("--json", options.as_json, "one object a line instead of a table");
   try {
     app.parse(argc, argv);

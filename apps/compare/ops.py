@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""Kernels beside PyTorch's operations on the CPU, interleaved: A B A B ...
+"""Kernels beside PyTorch's operations on the CPU, in turn: A B A B ...
 
-    python3 apps/compare/ops.py build/apps/tessera-bench-kernels [--shapes gpt2|llama] [--threads 2]
-        [--rounds 3] [--filter NAME]
+    python3 apps/compare/ops.py build/apps/tessera-bench-kernels [--shapes gpt2,llama] [--threads 2]
+        [--pairs 10] [--filter NAME] [--quick]
 
-A line a kernel: milliseconds here and in PyTorch (the least of the medians of the rounds), their
-ratio (above 1 Tessera is faster) and the percent of the roofline that tessera-bench-kernels prints.
-Each run is timed alone after the caches were overwritten, on both sides; backward passes are the
-gradient functions alone. Kernels that PyTorch has no operation for are left out. Needs the package
-torch and an otherwise idle machine.
+A Markdown table, a line a kernel: the percent of the roofline that tessera-bench-kernels measures
+at its start, and the time of PyTorch over the time here (above 1 Tessera is faster), median and
+range of the pairs. A pair is one timing on each side, of one run (three if it is short), each run
+alone after the caches were overwritten. Both sides live through the whole session; while one is
+timed the other waits for its turn. Backward passes are the gradient functions alone. Kernels that
+PyTorch has no operation for have no ratio. Needs the package torch and an otherwise idle machine.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import json
 import re
 import statistics
 import subprocess
+import sys
 import time
 
 import torch
@@ -123,63 +125,119 @@ def peer_of(name):
         return embedding(part, sizes, dtype)
     if op in ("cross_entropy_fwd", "cross_entropy_bwd"):
         return cross_entropy(part, sizes, dtype)
-    x = torch.randn(*sizes, dtype=dtype)
-    y = torch.randn(*sizes, dtype=dtype)
+    if op == "adamw_step":
+        return adamw(sizes) if dtype == torch.float32 else None
     simple = {
-        "bias_grad": lambda: x.sum(0),
-        "add": lambda: x + y,
-        "scale": lambda: x * 0.5,
-        "cast_to_f32": None if dtype == torch.float32 else (lambda: x.float()),
-        "dropout": lambda: F.dropout(x, 0.125),
-        "fill_normal": lambda: x.normal_(),
-        "sum": lambda: x.sum(dtype=torch.float32),
+        "bias_grad": lambda x, y: x.sum(0, dtype=torch.float32),
+        "add": lambda x, y: x + y,
+        "scale": lambda x, y: x * 0.5,
+        "cast_to_f32": None if dtype == torch.float32 else (lambda x, y: x.float()),
+        "dropout": lambda x, y: F.dropout(x, 0.125),
+        "fill_normal": lambda x, y: x.normal_(),
+        "sum": lambda x, y: x.sum(dtype=torch.float32),
     }
-    if op == "adamw_step" and dtype == torch.float32:
-        return adamw(sizes)
-    return simple.get(op)
+    function = simple.get(op)
+    if function is None:
+        return None
+    x, y = (torch.randn(*sizes, dtype=dtype) for _ in range(2))
+    return lambda: function(x, y)
 
 
-def median_ms(run, flush, runs=20):
-    times = []
-    for i in range(runs + 2):
-        flush.fill_(i)
-        begin = time.perf_counter()
-        run()
-        times.append(1e3 * (time.perf_counter() - begin))
-    return statistics.median(times[2:])
+class Tessera:
+    """tessera-bench-kernels, which times a kernel whenever it is asked to."""
+
+    def __init__(self, args, shapes):
+        command = [args.bench, "--json", "--ask", "--runs=1", "--device=cpu", f"--shapes={shapes}",
+                   f"--threads={args.threads}"]
+        if args.filter:
+            command.append(f"--filter={args.filter}")
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                        text=True)
+
+    def line(self):
+        """The next timing, or None after the last kernel."""
+        text = self.process.stdout.readline()
+        if text:
+            return json.loads(text)
+        if self.process.wait() != 0:
+            sys.exit(f"error: tessera-bench-kernels ended with status {self.process.returncode}")
+        return None
+
+    def say(self, text):
+        self.process.stdin.write(text + "\n")
+        self.process.stdin.flush()
+
+    def ms(self, runs):
+        self.say(f"again {runs}")
+        return self.line()["ms"]
+
+
+class Torch:
+    """PyTorch's operation for a kernel, timed the same way."""
+
+    flush = torch.empty(16 << 20)
+
+    def __init__(self, name):
+        self.run = peer_of(name)
+        for _ in range(2 if self.run else 0):
+            self.run()
+
+    def ms(self, runs):
+        times = []
+        for _ in range(runs):
+            self.flush.fill_(1)
+            begin = time.perf_counter()
+            self.run()
+            times.append(1e3 * (time.perf_counter() - begin))
+        return statistics.median(times)
+
+
+def compare(tessera, first, args):
+    """The table's line for the kernel whose first timing is `first`."""
+    name = first["bench"]
+    try:
+        peer = Torch(name)
+    except (RuntimeError, TypeError, AttributeError) as error:
+        print(f"{name}: PyTorch {torch.__version__}: {error}", file=sys.stderr)
+        peer = None
+    runs = 3 if first["ms"] < 10 and not args.quick else 1
+    ours, ratios = [], []
+    for _ in range(args.pairs):
+        ours.append(tessera.ms(runs))
+        if peer is not None and peer.run is not None:
+            ratios.append(peer.ms(runs) / ours[-1])
+    ms = statistics.median(ours)
+    percent = first["percent_of_roofline"] * first["ms"] / ms
+    ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})" \
+        if ratios else ""
+    op, dtype, shape = name.split("/")
+    return f"| {op} | {dtype} | {shape} | {ms:.3f} | {percent:.0f} ({first['bound']}) | {ratio} |"
 
 
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("bench")
-    parser.add_argument("--shapes", default="gpt2")
+    parser.add_argument("--shapes", default="gpt2,llama", help="one or more, by commas")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--filter", default="")
+    parser.add_argument("--pairs", type=int, default=10)
+    parser.add_argument("--filter", default="", help="only kernels whose name contains this")
+    parser.add_argument("--quick", action="store_true", help="two pairs of one run each")
     args = parser.parse_args()
+    if args.quick:
+        args.pairs = 2
     torch.set_num_threads(args.threads)
-    flush = torch.empty(16 << 20)
-    ours, theirs, percent = {}, {}, {}
-    for _ in range(args.rounds):
-        lines = subprocess.run(
-            [args.bench, "--json", f"--shapes={args.shapes}", f"--threads={args.threads}",
-             f"--filter={args.filter}", "--device=cpu"],
-            check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()
-        for line in map(json.loads, lines):
-            name = line["bench"]
-            if name == "roofline":
-                continue
-            ours.setdefault(name, []).append(line["ms"])
-            percent[name] = max(percent.get(name, 0), line["percent_of_roofline"])
-        for name in ours:
-            if (run := peer_of(name)) is not None:
-                theirs.setdefault(name, []).append(median_ms(run, flush))
-    print(f"{'kernel':<44} {'ms':>9} {'PyTorch':>9} {'ratio':>6} {'% of roofline':>14}")
-    for name, times in ours.items():
-        mine = min(times)
-        peer = f"{min(theirs[name]):9.3f} {min(theirs[name]) / mine:6.2f}" if name in theirs \
-            else f"{'':>16}"
-        print(f"{name:<44} {mine:9.3f} {peer} {percent[name]:14.1f}")
+    for shapes in args.shapes.split(","):
+        tessera = Tessera(args, shapes)
+        roofline = tessera.line()
+        print(f"\n{shapes}: {args.threads} threads, copy {roofline['gbytes_per_s']:.1f} GB/s, "
+              f"products {1e3 * roofline['f32_tflops']:.0f} GFLOP/s (f32) and "
+              f"{1e3 * roofline['bf16_tflops']:.0f} (bf16); PyTorch {torch.__version__}, "
+              f"{args.pairs} pairs\n\n"
+              "| op | dtype | shape | ms | % of roofline | PyTorch / Tessera |\n"
+              "| --- | --- | --- | --- | --- | --- |", flush=True)
+        while (first := tessera.line()) is not None:
+            print(compare(tessera, first, args), flush=True)
+            tessera.say("next")
 
 
 if __name__ == "__main__":
