@@ -88,49 +88,40 @@ struct GeluExact {
   }
 };
 
-// One choice a vector, not one an element.
-template <int N, class Function>
-__device__ Floats<N> values_of(const Floats<N>& x) {
-  Floats<N> y;
-#pragma unroll
-  for (int i = 0; i < N; ++i) y[i] = Function::value(x[i]);
-  return y;
-}
-template <int N>
-__device__ Floats<N> values_of(Activation activation, const Floats<N>& x) {
+/// f(a function object): one choice a vector, not one an element.
+template <class F>
+__device__ auto visit_activation(Activation activation, F&& f) {
   switch (activation) {
     case Activation::kRelu:
-      return values_of<N, Relu>(x);
+      return f(Relu{});
     case Activation::kSilu:
-      return values_of<N, Silu>(x);
+      return f(Silu{});
     case Activation::kGeluTanh:
-      return values_of<N, GeluTanh>(x);
+      return f(GeluTanh{});
     case Activation::kGeluExact:
       break;
   }
-  return values_of<N, GeluExact>(x);
+  return f(GeluExact{});
 }
 
-template <int N, class Function>
-__device__ Floats<N> derivatives_of(const Floats<N>& x) {
-  Floats<N> y;
+template <int N>
+__device__ Floats<N> values_of(Activation activation, const Floats<N>& x) {
+  return visit_activation(activation, [&](auto function) {
+    Floats<N> y;
 #pragma unroll
-  for (int i = 0; i < N; ++i) y[i] = Function::derivative(x[i]);
-  return y;
+    for (int i = 0; i < N; ++i) y[i] = function.value(x[i]);
+    return y;
+  });
 }
+
 template <int N>
 __device__ Floats<N> derivatives_of(Activation activation, const Floats<N>& x) {
-  switch (activation) {
-    case Activation::kRelu:
-      return derivatives_of<N, Relu>(x);
-    case Activation::kSilu:
-      return derivatives_of<N, Silu>(x);
-    case Activation::kGeluTanh:
-      return derivatives_of<N, GeluTanh>(x);
-    case Activation::kGeluExact:
-      break;
-  }
-  return derivatives_of<N, GeluExact>(x);
+  return visit_activation(activation, [&](auto function) {
+    Floats<N> y;
+#pragma unroll
+    for (int i = 0; i < N; ++i) y[i] = function.derivative(x[i]);
+    return y;
+  });
 }
 
 // ---- loops --------------------------------------------------------------------------------------
@@ -302,7 +293,7 @@ __global__ void __launch_bounds__(kBlock, kBinaryBlocks)
             load_vec<N>(static_cast<const T*>(p.up) + at.row * p.up_stride + at.vec * N)};
       },
       [&](VectorPlace at, const Pair<T, N>& in) {
-        Floats<N> out = values_of<N, Silu>(to_floats<N>(in.first));
+        Floats<N> out = values_of(Activation::kSilu, to_floats<N>(in.first));
         const Floats<N> up = to_floats<N>(in.second);
 #pragma unroll
         for (int i = 0; i < N; ++i) out[i] *= up[i];
