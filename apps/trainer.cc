@@ -162,6 +162,7 @@ Trainer::Trainer(const Config& config, dist::World& world, Checkpointing& checkp
   optimizer_ = make_optimizer(config_, fsdp_->shards());
   schedule_.emplace(make_schedule(config_));
   scaler_.emplace(loss_scale_options(config_.precision));
+  if (world_.world_size() > 1) fsdp_->exposed_times();  // cuda measures from the first call on
   resume();
 }
 

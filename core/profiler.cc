@@ -25,6 +25,20 @@ std::map<int, std::string>& stream_names() {
   return *names;
 }
 
+std::vector<void (*)()>& sources() {
+  static auto* all = new std::vector<void (*)()>;
+  return *all;
+}
+
+void collect_all() {
+  std::vector<void (*)()> all;
+  {
+    std::lock_guard lock(mutex);
+    all = sources();
+  }
+  for (const auto collect : all) collect();
+}
+
 std::string escaped(std::string_view text) {
   std::string out;
   for (const char c : text) {
@@ -41,6 +55,7 @@ std::string escaped(std::string_view text) {
 }  // namespace
 
 void start() {
+  collect_all();
   std::lock_guard lock(mutex);
   recorded().clear();
   on.store(true, std::memory_order_relaxed);
@@ -48,6 +63,12 @@ void start() {
 
 void stop() {
   on.store(false, std::memory_order_relaxed);
+  collect_all();
+}
+
+void add_source(void (*collect)()) {
+  std::lock_guard lock(mutex);
+  sources().push_back(collect);
 }
 
 bool is_on() {
@@ -87,8 +108,9 @@ void write_chrome_trace(const std::string& path) {
   for (const TraceEvent& e : all) origin = std::min(origin, e.begin_ns);
   for (const TraceEvent& e : all) {
     text += fmt::format(
-        "{{\"ph\":\"X\",\"name\":\"{}\",\"pid\":0,\"tid\":{},\"ts\":{:.3f},\"dur\":{:.3f}}},\n",
-        escaped(e.name), e.stream_id, static_cast<double>(e.begin_ns - origin) * 1e-3,
+        "{{\"ph\":\"X\",\"name\":\"{}{}{}\",\"pid\":0,\"tid\":{},\"ts\":{:.3f},\"dur\":{:.3f}}},\n",
+        escaped(e.name), *e.unit == '\0' ? "" : " ", escaped(e.unit), e.stream_id,
+        static_cast<double>(e.begin_ns - origin) * 1e-3,
         static_cast<double>(e.end_ns - e.begin_ns) * 1e-3);
   }
   text += "{\"ph\":\"M\",\"name\":\"process_name\",\"pid\":0,\"args\":{\"name\":\"tessera\"}}\n]\n";

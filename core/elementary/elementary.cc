@@ -41,7 +41,7 @@ void copy(const Stream& s, const Copy& a) {
     if (a.dst != a.src) s.impl()->copy_bytes("copy", a.dst, a.src, nbytes);
     return;
   }
-  TESSERA_IF_CUDA(cuda::copy(s.cuda(), a); return;)
+  TESSERA_IF_CUDA(const CudaTask task(s, "copy"); cuda::copy(s.cuda(), a); return;)
   TESSERA_UNIMPLEMENTED("copy: no kernel for device {}", s.device());
 }
 TESSERA_DEFINE_KERNEL(fill, Fill);

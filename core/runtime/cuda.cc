@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "core/runtime/cuda/check.h"
+#include "core/runtime/cuda_timing.h"
 #endif
 
 namespace tessera {
@@ -121,8 +122,11 @@ class CudaStream final : public StreamImpl {
     TESSERA_CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&lowest, &highest));
     TESSERA_CUDA_CHECK(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking,
                                                     options.high_priority ? highest : lowest));
+    timeline_ = make_cuda_timeline(device, id, stream_);
+    profiler::name_stream(id, name);
   }
   ~CudaStream() override {
+    timeline_->close();
     drain();
     log_failure("cudaStreamDestroy", cudaStreamDestroy(stream_));
   }
@@ -130,10 +134,12 @@ class CudaStream final : public StreamImpl {
   void submit(const char* task_name, Task) override {
     TESSERA_UNIMPLEMENTED("{}: host tasks do not run on device {}", task_name, device);
   }
-  void fill_bytes(const char*, void* data, unsigned char value, size_t nbytes) override {
+  void fill_bytes(const char* task, void* data, unsigned char value, size_t nbytes) override {
+    const CudaTask traced(timeline_, task);
     TESSERA_CUDA_CHECK(cudaMemsetAsync(data, value, nbytes, stream_));
   }
-  void copy_bytes(const char*, void* dst, const void* src, size_t nbytes) override {
+  void copy_bytes(const char* task, void* dst, const void* src, size_t nbytes) override {
+    const CudaTask traced(timeline_, task);
     TESSERA_CUDA_CHECK(cudaMemcpyAsync(dst, src, nbytes, cudaMemcpyDefault, stream_));
   }
   Event record() override {
@@ -144,6 +150,7 @@ class CudaStream final : public StreamImpl {
     const auto* target = dynamic_cast<const CudaEvent*>(event.impl());
     TESSERA_CHECK(target != nullptr, "Stream::wait: the event is of another device than {}",
                   device);
+    const CudaTask traced(timeline_, "wait");
     TESSERA_CUDA_CHECK(cudaStreamWaitEvent(stream_, target->get(), 0));
     errors_->add_upstream(target->errors());
   }
@@ -154,10 +161,12 @@ class CudaStream final : public StreamImpl {
   void drain() noexcept override { log_failure(name.c_str(), cudaStreamSynchronize(stream_)); }
   CUstream_st* cuda() const override { return stream_; }
   const std::shared_ptr<ErrorCell>& errors() const { return errors_; }
+  const std::shared_ptr<CudaTimeline>& timeline() const { return timeline_; }
 
  private:
   cudaStream_t stream_ = nullptr;
   const std::shared_ptr<ErrorCell> errors_ = std::make_shared<ErrorCell>();
+  std::shared_ptr<CudaTimeline> timeline_;
 };
 
 CudaStream& cuda_stream_of(const Stream& stream) {
@@ -165,6 +174,14 @@ CudaStream& cuda_stream_of(const Stream& stream) {
   TESSERA_CHECK(impl != nullptr, "cuda: expected a CUDA stream, got one on {}", stream.device());
   return *impl;
 }
+
+}  // namespace
+
+const std::shared_ptr<CudaTimeline>& timeline_of(const Stream& stream) {
+  return cuda_stream_of(stream).timeline();
+}
+
+namespace {
 
 // cuStreamWaitValue32 of the driver, which is not linked: a build with CUDA starts without one.
 using WaitValue32 = int (*)(CUstream_st* stream, uint64_t address, uint32_t value, unsigned flags);

@@ -6,11 +6,14 @@
 #include <memory>
 #include <string>
 
+#include "core/profiler.h"
 #include "core/runtime/allocator.h"
 #include "core/runtime/stream.h"
 
 // The CUDA half of the device seam: streams, events and memory over the CUDA runtime. A build
 // without CUDA has the same functions; they throw UnimplementedError.
+
+struct CUevent_st;
 
 namespace tessera {
 
@@ -43,6 +46,64 @@ void poison_cuda_stream(const Stream& stream, std::exception_ptr error);
 /// Calls `watch` whenever the host has waited for the stream, or for one that has waited for it,
 /// before it looks for errors: to find what went wrong meanwhile. Any thread.
 void watch_cuda_stream(const Stream& stream, std::function<void()> watch);
+
+class CudaTimeline;
+class TimingPool;
+const std::shared_ptr<CudaTimeline>& timeline_of(const Stream& stream);  // of a CUDA stream
+
+/// The time that a CUDA stream takes from one of its points to a later one; see [Note: Times of
+/// CUDA streams] (cuda_timing.h). Any thread; the stream may go before it.
+class CudaSpan {
+ public:
+  CudaSpan() = default;                     ///< of no stream: 0 ms
+  explicit CudaSpan(const Stream& stream);  ///< begins after what the stream has been given
+  CudaSpan(CudaSpan&& other) noexcept;
+  CudaSpan& operator=(CudaSpan&& other) noexcept;
+  ~CudaSpan();
+
+  void end();  ///< once, while the stream is there
+  /// Milliseconds. Blocks until the stream has passed the end; 0 without one.
+  double ms() const;
+
+ private:
+  friend class CudaTask;
+  friend class CudaTimeline;
+  explicit CudaSpan(const CudaTimeline& timeline);
+
+  std::shared_ptr<TimingPool> pool_;
+  CUstream_st* stream_ = nullptr;
+  CUevent_st *begin_ = nullptr, *end_ = nullptr;
+};
+
+/// What a CUDA stream is given in this scope, as one task of the profiler's timeline. Nothing
+/// unless the profiler is on, nor inside of another one. The names must live for ever; `unit` is
+/// what it is for.
+class CudaTask {
+ public:
+  CudaTask(const Stream& stream, const char* name, const char* unit = "") {
+    if (profiler::is_on()) [[unlikely]]
+      begin(timeline_of(stream), name, unit);
+  }
+  CudaTask(const std::shared_ptr<CudaTimeline>& timeline, const char* name) {
+    if (profiler::is_on()) [[unlikely]]
+      begin(timeline, name, "");
+  }
+  ~CudaTask() {
+    if (timeline_ != nullptr) [[unlikely]]
+      end();
+  }
+  CudaTask(const CudaTask&) = delete;
+  CudaTask& operator=(const CudaTask&) = delete;
+
+ private:
+  void begin(const std::shared_ptr<CudaTimeline>& timeline, const char* name, const char* unit);
+  void end() noexcept;
+
+  std::shared_ptr<CudaTimeline> timeline_;
+  CudaSpan span_;
+  const char* name_ = nullptr;
+  const char* unit_ = nullptr;
+};
 
 /// A gate in a CUDA stream that a thread of the host opens: the stream stands there, the host does
 /// not. Gates are opened in the order in which they were waited on. The owner drains the stream

@@ -8,6 +8,7 @@
 // An argument struct is plain: pointers, sizes, flags and `Cost cost() const`; no Tensor.
 
 #if TESSERA_CUDA_KERNELS
+#include "core/runtime/cuda.h"
 #define TESSERA_IF_CUDA(...) __VA_ARGS__
 #else
 #define TESSERA_IF_CUDA(...)
@@ -23,17 +24,17 @@
   }                                                   \
   static_assert(true)
 
-#define TESSERA_DEFINE_KERNEL(fn, Args)                                    \
-  void fn(const ::tessera::Stream& s, const Args& a) {                     \
-    if (s.is_observed()) s.declare(#fn, a.cost());                         \
-    switch (s.device().type) {                                             \
-      case ::tessera::DeviceType::kCpu:                                    \
-        s.submit(#fn, [a] { cpu::fn(a); });                                \
-        return;                                                            \
-      case ::tessera::DeviceType::kCuda:                                   \
-        TESSERA_IF_CUDA(cuda::fn(s.cuda(), a); return;)                    \
-        break;                                                             \
-    }                                                                      \
-    TESSERA_UNIMPLEMENTED("{}: no kernel for device {}", #fn, s.device()); \
-  }                                                                        \
+#define TESSERA_DEFINE_KERNEL(fn, Args)                                                         \
+  void fn(const ::tessera::Stream& s, const Args& a) {                                          \
+    if (s.is_observed()) s.declare(#fn, a.cost());                                              \
+    switch (s.device().type) {                                                                  \
+      case ::tessera::DeviceType::kCpu:                                                         \
+        s.submit(#fn, [a] { cpu::fn(a); });                                                     \
+        return;                                                                                 \
+      case ::tessera::DeviceType::kCuda:                                                        \
+        TESSERA_IF_CUDA(const ::tessera::CudaTask task(s, #fn); cuda::fn(s.cuda(), a); return;) \
+        break;                                                                                  \
+    }                                                                                           \
+    TESSERA_UNIMPLEMENTED("{}: no kernel for device {}", #fn, s.device());                      \
+  }                                                                                             \
   static_assert(true)

@@ -182,7 +182,10 @@ class NcclState final : public CollectivePoller, public std::enable_shared_from_
         return;
       }
       InFlight item{op, info.phase, info.unit, info.step, nbytes, Event(stream.impl()->record())};
-      call();
+      {
+        const CudaTask traced(stream, op, info.unit);
+        call();
+      }
       item.end = stream.impl()->record();
       in_flight_.push_back(std::move(item));
     }

@@ -161,6 +161,7 @@ class StagedComm final : public Comm {
           stream.impl()->copy_bytes(call.op, c.dst, c.src, static_cast<size_t>(c.nbytes));
       }
     };
+    const CudaTask traced(stream, call.op, call.info.unit);
     copy(inputs);
     const Event copied = Event(stream.impl()->record());
     const CallTag tag(next_sequence_++, call.op, call.info);

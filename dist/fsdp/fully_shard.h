@@ -93,8 +93,9 @@ class Fsdp {
   std::string summary() const;
   /// The gathers, releases and reduces issued since the last end_step, one a line.
   std::string program() const;
-  /// How long compute has waited for each unit's gathers and reduces since the last call (beside a
-  /// device: zeros). Complete after what the compute stream has been given so far.
+  /// How long compute has waited for each unit's gathers and reduces since the last call. Complete
+  /// after what the compute stream has been given so far. On cuda two events a wait measure it,
+  /// from the first call on.
   std::shared_ptr<const ExposedTimes> exposed_times();
 
   const FsdpOptions& options() const;

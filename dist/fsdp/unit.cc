@@ -239,7 +239,8 @@ void Unit::unshard(const Event& shards_ready, int64_t step, const char* phase) {
 
 void Unit::wait_for_unshard() {
   if (is_waited_) return;
-  const ExposedWait exposed(lanes_.compute, is_gathered_, &exposed_time.gather_ns, static_name_);
+  const ExposedWait exposed(lanes_.compute, is_gathered_, &exposure, &ExposedTime::gather_ns,
+                            static_name_, lanes_.measures_exposure);
   lanes_.wait(lanes_.compute, is_gathered_, WaitPoint::kGathered);
   is_waited_ = true;
 }

@@ -51,6 +51,7 @@ struct Lanes {
   GradSync sync = GradSync::kEveryMicroBatch;
   bool poison = false;
   bool is_reduced_into_shards = false;  // by NCCL: gradient shards are memory of the communicators
+  bool measures_exposure = false;  // on cuda, where it takes two events a wait
   bool reproducible = false;
   int micro_batch = 0;                                                   // of the step
   Tensor reduce_staging, replicate_staging, wire_buffer, partial_shard;  // see Unit::reduce
@@ -166,10 +167,10 @@ class Unit {
   int64_t own_numel(const Group& g) const;
 
   // Calls of the unit's modules that the scheduler counts.
-  bool is_ahead = false;     // gathered before its turn
-  int active_calls = 0;      // forwards running now
-  int open_calls = 0;        // calls of this pass whose backward is not over
-  ExposedTime exposed_time;  // since the last `Fsdp::exposed_times`
+  bool is_ahead = false;  // gathered before its turn
+  int active_calls = 0;   // forwards running now
+  int open_calls = 0;     // calls of this pass whose backward is not over
+  Exposure exposure;      // since the last `Fsdp::exposed_times`
   // Guards that keep it unsharded, and whether it shall be resharded when they are gone.
   int num_holds = 0;
   bool is_reshard_due = false;

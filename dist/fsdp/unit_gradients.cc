@@ -28,8 +28,8 @@ void Unit::acquire_gradient_slot() {
   is_direct_ = writes_into_shard();
   if (!is_direct_) {
     gradient_slot_ = gradient_pool_->acquire();
-    const ExposedWait exposed(lanes_.compute, gradient_slot_->is_free, &exposed_time.reduce_ns,
-                              static_name_);
+    const ExposedWait exposed(lanes_.compute, gradient_slot_->is_free, &exposure,
+                              &ExposedTime::reduce_ns, static_name_, lanes_.measures_exposure);
     lanes_.wait(lanes_.compute, gradient_slot_->is_free, WaitPoint::kGradSlotFree);
   }
   for (Group& g : groups_) {
@@ -259,7 +259,8 @@ void Unit::finish_gradients(int64_t step) {
     }
   }
   has_outer_sum_ = has_outer_sum_ || is_outer_due;
-  const ExposedWait exposed(lanes_.compute, is_reduced_, &exposed_time.reduce_ns, static_name_);
+  const ExposedWait exposed(lanes_.compute, is_reduced_, &exposure, &ExposedTime::reduce_ns,
+                            static_name_, lanes_.measures_exposure);
   lanes_.wait(lanes_.compute, is_reduced_, WaitPoint::kGradShardReady);
 }
 

@@ -115,14 +115,23 @@ std::string Scheduler::summary() const {
 }
 
 std::shared_ptr<const ExposedTimes> Scheduler::exposed_times() {
-  auto times = std::make_shared<ExposedTimes>();
-  for (const auto& unit : units_) times->entries.push_back({unit->name(), {}});
-  if (lanes_.compute.device().type != DeviceType::kCpu) return times;
-  lanes_.compute.submit("exposed_times", [this, times] {
-    for (size_t i = 0; i < units_.size(); ++i) {
-      times->entries[i].time = std::exchange(units_[i]->exposed_time, {});
+  std::vector<ExposedTimes::Entry> entries;
+  for (const auto& unit : units_) entries.push_back({unit->name(), {}});
+  auto times = std::make_shared<ExposedTimes>(std::move(entries));
+  if (lanes_.compute.device().type == DeviceType::kCpu) {
+    lanes_.compute.submit("exposed_times", [this, times] {
+      for (size_t i = 0; i < units_.size(); ++i) {
+        times->set(i, std::exchange(units_[i]->exposure.time, {}));
+      }
+    });
+    return times;
+  }
+  lanes_.measures_exposure = true;
+  for (size_t i = 0; i < units_.size(); ++i) {
+    for (Exposure::Late& late : std::exchange(units_[i]->exposure.late, {})) {
+      times->add(i, late.part, std::move(late.span));
     }
-  });
+  }
   return times;
 }
 

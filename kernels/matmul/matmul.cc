@@ -85,7 +85,7 @@ void matmul(const Stream& s, const Matmul& p) {
       s.submit("matmul", [a] { cpu::matmul(a); });
       return;
     case DeviceType::kCuda:
-      TESSERA_IF_CUDA(cuda::matmul(s.cuda(), a); return;)
+      TESSERA_IF_CUDA(const CudaTask task(s, "matmul"); cuda::matmul(s.cuda(), a); return;)
       break;
   }
   TESSERA_UNIMPLEMENTED("matmul: no kernel for device {}", s.device());

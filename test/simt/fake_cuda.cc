@@ -114,6 +114,8 @@ struct Machine {
   int64_t capacity = int64_t{4} << 30;
   int max_delay_us = 0;
   uint64_t delay_seed = 0;
+  std::atomic<bool> skips_work{false};
+  std::map<std::string, int64_t> calls;
   std::vector<std::string> mistakes;
   std::map<const char*, Allocation> allocations;  // by their first byte
   std::map<int, int64_t> allocated;               // bytes by device
@@ -127,6 +129,12 @@ struct Machine {
     return *machine;
   }
 };
+
+void count_call(const char* name) {
+  Machine& m = Machine::get();
+  const std::lock_guard lock(m.mutex);
+  ++m.calls[name];
+}
 
 cudaError_t remember(cudaError_t error) {
   if (error != cudaSuccess && error != cudaErrorNotReady) last_error = error;
@@ -171,7 +179,7 @@ cudaError_t allocate(void** data, size_t nbytes, int device) {
   // Exactly as long as asked for, so that the first byte behind is out of bounds.
   void* memory = nullptr;
   if (posix_memalign(&memory, kAlignment, nbytes) != 0) return remember(cudaErrorMemoryAllocation);
-  std::memset(memory, 0xff, nbytes);  // NaN
+  if (!m.skips_work) std::memset(memory, 0xff, nbytes);  // NaN
   m.allocations[static_cast<const char*>(memory)] = {nbytes, device};
   m.allocated[device] += count;
   *data = memory;
@@ -279,7 +287,9 @@ void CUstream_st::run() {
     try {
       // A broken device does nothing more, but its events are over.
       const bool is_point = work->ranges.empty() && std::strcmp(work->name, "kernel") != 0;
-      if (is_point || failure_of(device) == cudaSuccess) work->run();
+      const bool is_skipped = Machine::get().skips_work && !is_point &&
+                              std::strcmp(work->name, "cuStreamWaitValue32") != 0;
+      if (!is_skipped && (is_point || failure_of(device) == cudaSuccess)) work->run();
     } catch (const std::exception& error) {
       fail_device(device, error.what());
     }
@@ -311,6 +321,16 @@ void set_random_delays(int max_us, uint64_t seed) {
   const std::lock_guard lock(m.mutex);
   m.max_delay_us = max_us;
   m.delay_seed = seed;
+}
+
+void set_skips_work(bool skips) {
+  Machine::get().skips_work = skips;
+}
+
+std::map<std::string, int64_t> take_calls() {
+  Machine& m = Machine::get();
+  const std::lock_guard lock(m.mutex);
+  return std::exchange(m.calls, {});
 }
 
 std::vector<std::string> take_mistakes() {
@@ -348,6 +368,7 @@ cudaError_t submit(cudaStream_t stream, const char* name, std::vector<Range> ran
                             "memory");
     }
   }
+  count_call(name);
   stream->push({name, std::move(ranges), std::move(work)});
   return cudaSuccess;
 }
@@ -502,20 +523,24 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function
 }
 
 cudaError_t cudaMalloc(void** data, size_t nbytes) {
+  count_call("cudaMalloc");
   if (const cudaError_t error = failure_of(current_device); error != cudaSuccess)
     return remember(error);
   return allocate(data, nbytes, current_device);
 }
 
 cudaError_t cudaFree(void* data) {
+  count_call("cudaFree");
   return release("cudaFree", data, true);
 }
 
 cudaError_t cudaHostAlloc(void** data, size_t nbytes, unsigned) {
+  count_call("cudaHostAlloc");
   return allocate(data, nbytes, kHost);
 }
 
 cudaError_t cudaFreeHost(void* data) {
+  count_call("cudaFreeHost");
   return release("cudaFreeHost", data, false);
 }
 
@@ -572,6 +597,7 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
 }
 
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  count_call("cudaStreamSynchronize");
   const auto point = std::make_shared<Point>();
   const int device = stream != nullptr && is_alive(stream) ? stream->device : 0;
   // Also on a broken device: what was queued comes to its end first.
@@ -631,6 +657,7 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
 }
 
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  count_call("cudaEventSynchronize");
   if (event == nullptr || !is_alive(event)) return bad_handle("cudaEventSynchronize");
   if (const std::shared_ptr<Point> point = event->get()) point->wait();
   return remember(failure_of(event->device));
@@ -640,6 +667,8 @@ cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t begin, cudaEvent_t end) 
   const std::shared_ptr<Point> a = begin->get(), b = end->get();
   if (a == nullptr || b == nullptr || !begin->has_timing || !end->has_timing)
     return simt::report_mistake("cudaEventElapsedTime: an event without a time");
+  if (begin->device != end->device)
+    return simt::report_mistake("cudaEventElapsedTime: the events are of two devices");
   if (!a->is_done() || !b->is_done()) return cudaErrorNotReady;
   *ms = std::chrono::duration<float, std::milli>(b->time - a->time).count();
   return cudaSuccess;

@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -29,6 +30,13 @@ void set_device_capacity(int64_t nbytes);
 /// Each task of each stream starts up to this much late, in an order drawn from `seed`: a missing
 /// wait shows soon.
 void set_random_delays(int max_us, uint64_t seed);
+
+/// Streams take work and events but do nothing of it, and memory has no bytes until it is touched:
+/// for programs too large to run, whose calls are counted. Before the first allocation.
+void set_skips_work(bool skips);
+/// How often work was queued, by name ("kernel", "cudaMemcpyAsync"), and the host waited or asked
+/// for memory ("cudaStreamSynchronize", "cudaMalloc"), since the last call.
+std::map<std::string, int64_t> take_calls();
 
 /// The mistakes since the last call.
 std::vector<std::string> take_mistakes();

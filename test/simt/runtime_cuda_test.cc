@@ -6,6 +6,7 @@
 #include <cstring>
 #include <thread>
 
+#include "core/profiler.h"
 #include "core/runtime/context.h"
 #include "core/runtime/cuda.h"
 #include "core/runtime/order_check.h"
@@ -112,6 +113,101 @@ TEST_CASE("simt runtime: streams are ordered by events; a missing wait is a conf
   REQUIRE(!conflicts.empty());
   contains(conflicts[0], "fill (side)");
   side.synchronize();
+}
+
+TEST_CASE("simt runtime: a span measures what a stream waits for, and its events are used again",
+          "[cuda][simt]") {
+  const auto context = make_context();
+  const Context::Scope scope(context);
+  const Stream& compute = context->compute();
+  const Stream side = context->make_stream("side");
+  CHECK(CudaSpan().ms() == 0);
+  size_t num_objects = 0;
+  for (int i = 0; i < 3; ++i) {
+    Gate gate(side);
+    CudaSpan outer(compute), none(compute);
+    none.end();
+    CudaSpan inner(compute);
+    compute.wait(side.record());
+    inner.end();
+    outer.end();
+    std::this_thread::sleep_for(std::chrono::milliseconds(30));
+    gate.open();
+    CHECK(inner.ms() >= 25);
+    CHECK(outer.ms() >= inner.ms());
+    CHECK(none.ms() >= 0);
+    CHECK(none.ms() <= outer.ms());
+    CudaSpan moved = std::move(inner);
+    CHECK(moved.ms() >= 25);
+    CHECK(inner.ms() == 0);  // NOLINT: what is left of it
+    if (i == 0) num_objects = simt::live_objects().size();
+    CHECK(simt::live_objects().size() == num_objects);
+  }
+}
+
+/// The traced tasks of a stream by name, in order.
+std::vector<TraceEvent> traced(const Stream& stream, const std::string& name = "") {
+  std::vector<TraceEvent> found;
+  for (const TraceEvent& e : profiler::events()) {
+    if (e.stream_id == stream.id() && (name.empty() || e.name == name)) found.push_back(e);
+  }
+  return found;
+}
+
+TEST_CASE("simt runtime: the timeline has the tasks of all streams on one clock", "[cuda][simt]") {
+  const auto context = make_context();
+  const Context::Scope scope(context);
+  const Stream& compute = context->compute();
+  const Stream side = context->make_stream("side");
+  auto short_lived = std::make_unique<Stream>(context->make_stream("short"));
+  const int short_id = short_lived->id();
+  const Tensor x = full({1000}, 1), y = full({1000}, 1);
+  compute.synchronize();
+  for (int round = 0; round < 2; ++round) {
+    profiler::start();
+    short_lived->fill_bytes("early", x.raw_data(), 0, 8);
+    compute.wait(short_lived->record());
+    if (round == 1) short_lived.reset();  // a stream that goes keeps its tasks
+    Gate gate(side);
+    {
+      const StreamGuard guard(side);
+      Tensor(y).fill_(2);
+    }
+    {
+      const CudaTask task(compute, "wait", "block3");
+      compute.wait(side.record());
+      compute.fill_bytes("hidden", x.raw_data(), 0, 4);
+    }
+    compute.copy_bytes("late", x.raw_data(), y.raw_data(), 16);
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    gate.open();
+    profiler::stop();
+    compute.copy_bytes("after", x.raw_data(), y.raw_data(), 16);
+    const auto tasks = traced(compute);
+    REQUIRE(tasks.size() == 3);
+    CHECK(tasks[0].name == std::string("wait"));
+    CHECK(tasks[0].unit == std::string());
+    CHECK(tasks[1].name == std::string("wait"));
+    CHECK(tasks[1].unit == std::string("block3"));
+    CHECK(tasks[2].name == std::string("late"));
+    for (size_t i = 0; i < tasks.size(); ++i) {
+      CHECK(tasks[i].end_ns >= tasks[i].begin_ns);
+      if (i > 0) CHECK(tasks[i].begin_ns >= tasks[i - 1].end_ns);
+    }
+    const auto fills = traced(side, "fill");
+    REQUIRE(fills.size() == 1);
+    constexpr int64_t kRounding_ns = 10'000;
+    CHECK(tasks[1].end_ns - tasks[1].begin_ns >= 15'000'000);
+    CHECK(fills[0].begin_ns >= tasks[0].end_ns - kRounding_ns);
+    CHECK(tasks[1].end_ns >= fills[0].end_ns - kRounding_ns);
+    int num_early = 0;
+    for (const TraceEvent& e : profiler::events()) num_early += e.stream_id == short_id ? 1 : 0;
+    CHECK(num_early == 1);
+  }
+  compute.synchronize();
+  profiler::start();
+  profiler::stop();
+  CHECK(profiler::events().empty());
 }
 
 TEST_CASE("simt runtime: memory is cached, poisoned and given back", "[cuda][simt]") {

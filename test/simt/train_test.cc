@@ -1,8 +1,12 @@
 #include <atomic>
 #include <chrono>
+#include <map>
+#include <mutex>
+#include <set>
 #include <thread>
 
 #include "core/autograd.h"
+#include "core/profiler.h"
 #include "core/random.h"
 #include "core/runtime/cuda.h"
 #include "core/runtime/staging.h"
@@ -37,6 +41,8 @@ struct Run {
   /// Calls `submit`, which submits a step.
   std::function<void(int step, const std::function<void()>& submit)> around_step = {};
 };
+
+thread_local dist::Fsdp* current_fsdp = nullptr;  // of the rank that trains in this thread
 
 struct Curve {
   std::vector<double> losses, grad_norms;
@@ -80,6 +86,7 @@ Curve train_rank(World& world, const Run& run) {
   options.precision.param_dtype = run.param_dtype;
   const auto fsdp = dist::fully_shard(*model, world, options);
   fsdp->initialize(5);
+  current_fsdp = fsdp.get();
   optim::AdamW adamw(fsdp->shards(), {});
   const dist::LossScaler scaler({.scaling = dist::LossScaling::kNone});
   Curve curve;
@@ -213,6 +220,50 @@ TEST_CASE("simt train: late tasks, offload and hybrid sharding leave the bits as
   options.strategy = dist::Strategy::kHybridShard;
   options.shard_size = 2;
   check_same(options, "hybrid");
+  check_clean();
+}
+
+TEST_CASE("simt train: waits for collectives are measured and traced by unit", "[train][simt]") {
+  std::mutex mutex;
+  Run run{.num_steps = 4};
+  int num_measured = 0;
+  run.around_step = [&](int step, const std::function<void()>& submit) {
+    dist::Fsdp& fsdp = *current_fsdp;
+    submit();
+    const auto exposed = fsdp.exposed_times();
+    Context::current()->compute().synchronize();
+    const std::lock_guard lock(mutex);
+    REQUIRE(exposed->entries().size() == static_cast<size_t>(fsdp.num_units()));
+    if (step == 0) {  // not measured yet
+      CHECK(exposed->gather_ms() + exposed->reduce_ms() == 0);
+      return;
+    }
+    ++num_measured;
+    for (const auto& entry : exposed->entries()) {
+      INFO(entry.unit);
+      CHECK(entry.time.gather_ns > 0);
+      CHECK(entry.time.reduce_ns > 0);
+    }
+    CHECK(exposed->longest(1)[0].time.total_ns() >= exposed->longest(9).back().time.total_ns());
+  };
+  profiler::start();
+  simt::set_random_delays(100, 3);
+  train(run);
+  simt::set_random_delays(0, 0);
+  profiler::stop();
+  CHECK(num_measured == kRanks * 3);
+  std::map<std::string, std::set<std::string>> units;
+  for (const TraceEvent& e : profiler::events()) units[e.name].insert(e.unit);
+  for (const char* unit : {"blocks.0", "blocks.1"}) {
+    INFO(unit);
+    CHECK(units["all_gather"].count(unit) == 1);
+    CHECK(units["reduce_scatter"].count(unit) == 1);
+    CHECK(units["wait"].count(unit) == 1);
+  }
+  CHECK(units["matmul"] == std::set<std::string>{""});
+  CHECK(units["adamw_step"].size() == 1);
+  profiler::start();  // forgets
+  profiler::stop();
   check_clean();
 }
 
