@@ -218,15 +218,7 @@ inline void forward_block_bf16(const AttentionFwd& a, int64_t batch, int64_t kv_
   }
 
   transpose(tiles.o_rows, width, tiles.o, kRows, width, kRows, 1.0f);
-  const HeadStrides o_strides = contiguous_strides(s);
-  for (int64_t i = 0; i < block.count; ++i) {
-    const int64_t t = block.query(s, i), h = block.head(s, i);
-    const float sum = softmax.sum[i];
-    T* dst =
-        static_cast<T*>(a.o) + batch * o_strides.batch + t * o_strides.time + h * o_strides.head;
-    store_row(dst, tiles.o_rows + i * width, D, sum == 0 ? 0 : 1 / sum, false);
-    static_cast<float*>(a.lse)[lse_index(s, batch, h, t)] = softmax.maximum[i] + std::log(sum);
-  }
+  store_output<T>(a, block, softmax, tiles.o_rows, width);
 }
 
 /// Memory of backward for one block of rows: q and d_out by columns (q, d_out) and as pairs of rows

@@ -1,7 +1,9 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 
 #include "kernels/attention/kernel.h"
@@ -227,9 +229,7 @@ struct OnlineSoftmax {
       Vector<A> latest = broadcast(-std::numeric_limits<A>::infinity());
       for (const Run* run = runs; run < runs + num_runs; ++run) {
         if (j < run->low || j >= run->high) continue;
-        for (int64_t k = run->begin; k < run->end; ++k) {
-          latest = tessera::cpu::max_of<A>(latest, load(logits + k * kRows + lane));
-        }
+        latest = tessera::cpu::max_of<A>(latest, max_of_keys(logits + lane, *run));
       }
       latest = tessera::cpu::max_of<A>(former, latest * unit);
       // A row that has seen nothing keeps -inf, and exp(-inf - 0) = 0 keeps it free of NaN.
@@ -246,15 +246,50 @@ struct OnlineSoftmax {
       const Vector<A> factor = exp_lanes<T>(former - shift);
       store(maximum + lane, latest);
       store(sum + lane, load(sum + lane) * factor + added);
-      bool is_scaled = false;
-      for (int i = 0; i < kLanes<A>; ++i) is_scaled |= factor[i] != A(1);
-      if (!is_scaled) continue;
+      if (is_one(factor)) continue;
       for (int64_t c = 0; c < cols; ++c) {
         A* at = accumulator + c * kRows + lane;
         store(at, load(at) * factor);
       }
     }
   }
+
+ private:
+  /// Four running maxima: one would wait for itself.
+  static Vector<A> max_of_keys(const A* logits, const Run& run) {
+    using tessera::cpu::max_of;
+    Vector<A> max[4];
+    for (Vector<A>& chain : max) chain = broadcast(-std::numeric_limits<A>::infinity());
+    int64_t k = run.begin;
+    for (; k + 4 <= run.end; k += 4) {
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) max[i] = max_of<A>(max[i], load(logits + (k + i) * kRows));
+    }
+    for (; k < run.end; ++k) max[0] = max_of<A>(max[0], load(logits + k * kRows));
+    return max_of<A>(max_of<A>(max[0], max[1]), max_of<A>(max[2], max[3]));
+  }
+
+  static bool is_one(Vector<A> factor) {
+    const Vector<A> one = broadcast(A(1));
+    return std::memcmp(&factor, &one, sizeof factor) == 0;
+  }
 };
+
+/// Writes o and lse of a block from its sums by rows, [kRows][width].
+template <class T>
+void store_output(const AttentionFwd& a, const Block<ComputeType<T>>& block,
+                  const OnlineSoftmax<T>& softmax, const ComputeType<T>* rows, int64_t width) {
+  using A = ComputeType<T>;
+  const AttentionShape& s = a.shape;
+  const HeadStrides strides = contiguous_strides(s);
+  for (int64_t i = 0; i < block.count; ++i) {
+    const int64_t t = block.query(s, i), h = block.head(s, i);
+    const A sum = softmax.sum[i];
+    T* dst =
+        static_cast<T*>(a.o) + block.batch * strides.batch + t * strides.time + h * strides.head;
+    store_row(dst, rows + i * width, s.head_dim, sum == A(0) ? A(0) : A(1) / sum, false);
+    static_cast<A*>(a.lse)[lse_index(s, block.batch, h, t)] = softmax.maximum[i] + std::log(sum);
+  }
+}
 
 }  // namespace tessera::kernels::cpu

@@ -105,15 +105,7 @@ void forward_block(const AttentionFwd& a, int64_t batch, int64_t kv_head, int64_
   }
 
   transpose(rows, width, o, kRows, width, kRows, A(1));
-  const HeadStrides o_strides = contiguous_strides(s);
-  for (int64_t i = 0; i < block.count; ++i) {
-    const int64_t t = block.query(s, i), h = block.head(s, i);
-    const A sum = softmax.sum[i];
-    T* dst =
-        static_cast<T*>(a.o) + batch * o_strides.batch + t * o_strides.time + h * o_strides.head;
-    store_row(dst, rows + i * width, D, sum == A(0) ? A(0) : A(1) / sum, false);
-    static_cast<A*>(a.lse)[lse_index(s, batch, h, t)] = softmax.maximum[i] + std::log(sum);
-  }
+  store_output<T>(a, block, softmax, rows, width);
 }
 
 /// Memory of backward for one block of rows; see the banner for the names.
