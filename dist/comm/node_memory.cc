@@ -22,7 +22,9 @@ namespace {
 constexpr int64_t kPage = 4096;
 constexpr int64_t kHugePage = int64_t{2} << 20;
 constexpr int64_t kMaxAddresses = int64_t{1} << 44;  // of the 2^47 of a process, for all ranks
-constexpr std::chrono::microseconds kSpin{20};
+// As long as waking a thread that sleeps takes: whoever comes a little late would otherwise cost
+// the others that, which then come late to the next meeting.
+constexpr std::chrono::microseconds kSpin{50};
 constexpr timespec kAbortPeriod{0, 20'000'000};  // between looks for an end of the World
 
 int64_t round_up(int64_t value, int64_t multiple) {

@@ -61,7 +61,7 @@ class NodeMemory final : public MemoryBackend {
 /// The meeting point of the ranks of one communicator that share a node. A collective is: publish
 /// what the call is and where the own buffer lies, meet, read from the buffers of the others, meet
 /// again. Little data travels with the call itself and needs no second meeting. Waiting ranks sleep
-/// after a few microseconds of giving way to others.
+/// after some tens of microseconds of giving way to others.
 class NodeBoard {
  public:
   /// Bytes that a call may carry.
