@@ -97,7 +97,13 @@ int64_t even_piece(int64_t numel, int64_t most) {
 TileSize tile_size(const Matmul& p) {
   if (p.num_batches != 1 || p.bias != nullptr || p.trans_b) return {};
   if (p.dtype == kF32) {
-    if (!p.trans_a && p.k >= 1024 && p.m >= 256 && p.n >= 384) return {128, 384, p.k};
+    // Wide matrices: rows a large power of two apart evict each other, and a small tile reads its
+    // operands too often.
+    const TileSize wide{512, 512, p.k};
+    if (!p.trans_a && p.k >= 1024 && p.m >= 256 && p.n >= 384) {
+      return p.m >= 1024 && p.n >= 2048 ? wide : TileSize{128, 384, p.k};
+    }
+    if (p.trans_a && p.k <= 1024 && p.m >= 2048 && p.n >= 2048) return wide;
     if (p.trans_a && p.k <= 512 && p.m >= 768 && p.n >= 768) return {384, 384, p.k};
     return {};
   }

@@ -114,6 +114,7 @@ TEST_CASE("matmul: every layout, epilogue and dtype equals the f64 product", "[m
 TEST_CASE("matmul: sgemm tiles and panels of several blocks equal the f64 product", "[matmul]") {
   check_kernel(kF32, kF32, {257, 385, 1025}, false, false);
   check_kernel(kF32, kF32, {770, 801, 5}, true, false);
+  check_kernel(kF32, kF32, {2049, 2050, 3}, true, false);
   check_kernel(kF16, kF32, {513, 1030, 3}, false, true);
   check_kernel(kF16, kF16, {5, 7, 2050}, true, false);
 }
