@@ -17,7 +17,7 @@ using Lanes = tessera::cpu::Vector<ComputeType<T>>;
 
 /// The normal distribution function of x and exp(-x^2 / 2). Of its smaller tail, of |x|: the
 /// exponential times a polynomial in t = 1 / (1 + p |x|) (own fits of that form, which is
-/// Hastings'): within 5e-8 absolute and 1e-4 relative, for bf16 4e-5 and 4e-4.
+/// Hastings'): but for rounding within 5e-8 absolute and 1e-4 relative, for bf16 5e-5 and 5e-4.
 template <class T>
 struct Normal {
   using C = ComputeType<T>;

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <algorithm>
 #include <limits>
 
 #include "core/runtime/cpu/lanes.h"
@@ -60,7 +59,7 @@ template <class T, class C = ComputeType<T>>
 inline C max_logit(const T* x, int64_t count) {
   using tessera::cpu::max_of;
   Vector<C> max[kChains];
-  std::fill_n(max, kChains, tessera::cpu::broadcast(kLowest<C>));
+  for (Vector<C>& chain : max) chain = tessera::cpu::broadcast(kLowest<C>);
   tessera::cpu::for_groups_of<T, kChains>(count, [&](int64_t c, auto lanes, auto u) {
     for (const Vector<C>& part : load_logits(x + c, lanes).part) max[u] = max_of<C>(part, max[u]);
   });
