@@ -35,7 +35,7 @@ double smallest(const std::vector<double>& values) {
   return *std::min_element(values.begin(), values.end());
 }
 
-/// After a save: the one before it is removed meanwhile.
+/// After a save: the one before it is removed meanwhile, and its blocks are given back.
 constexpr std::chrono::milliseconds kRest{300};
 
 struct Options {
@@ -152,6 +152,7 @@ int run(const Options& options, dist::World& world) {
   const std::string file = fmt::format("{}/dd.{}", options.dir, world.rank());
   const std::string command = fmt::format(
       "dd if=/dev/zero of='{}' bs={} count={} conv=fsync 2>/dev/null", file, kBlock, blocks);
+  std::this_thread::sleep_for(kRest);
   int status = 0;
   const double dd = bench.seconds([&] { status = std::system(command.c_str()); });
   std::filesystem::remove(file);
