@@ -142,50 +142,52 @@ RowsConfig rows_config(int64_t rows, int64_t cols, int width, cudaStream_t strea
       geometry.threads};
 }
 
-template <bool kLog>
-void launch_fwd(const char* name, cudaStream_t stream, const SoftmaxFwd& a) {
-  tessera::cuda::visit_device_float(a.dtype, name, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    constexpr int N = kVec<T>;
-    if (a.rows * a.cols == 0) return;
-    const bool is_aligned =
-        a.cols % N == 0 && is_aligned16(a.y) && rows_are_aligned(a.x, a.x_rows, sizeof(T));
-    const RowsConfig config = rows_config(a.rows, a.cols, is_aligned ? N : 1, stream);
-    launch(name, is_aligned ? &softmax_fwd_kernel<T, N, kLog> : &softmax_fwd_kernel<T, 1, kLog>,
-           config.launch, a, config.row_threads);
-  });
+template <class T, int N, bool kLog>
+auto kernel_for(const SoftmaxFwd&) {
+  return &softmax_fwd_kernel<T, N, kLog>;
+}
+template <class T, int N, bool kLog>
+auto kernel_for(const SoftmaxBwd&) {
+  return &softmax_bwd_kernel<T, N, kLog>;
 }
 
-template <bool kLog>
-void launch_bwd(const char* name, cudaStream_t stream, const SoftmaxBwd& a) {
+bool has_aligned_rows(const SoftmaxFwd& a) {
+  return is_aligned16(a.y) && rows_are_aligned(a.x, a.x_rows, size_of(a.dtype));
+}
+bool has_aligned_rows(const SoftmaxBwd& a) {
+  return is_aligned16(a.y) && is_aligned16(a.dy) &&
+         rows_are_aligned(a.dx, a.dx_rows, size_of(a.dtype));
+}
+
+template <bool kLog, class Args>
+void launch_rows(const char* name, cudaStream_t stream, const Args& a) {
   tessera::cuda::visit_device_float(a.dtype, name, [&](auto tag) {
     using T = typename decltype(tag)::type;
     constexpr int N = kVec<T>;
     if (a.rows * a.cols == 0) return;
-    const bool is_aligned = a.cols % N == 0 && is_aligned16(a.y) && is_aligned16(a.dy) &&
-                            rows_are_aligned(a.dx, a.dx_rows, sizeof(T));
+    const bool is_aligned = a.cols % N == 0 && has_aligned_rows(a);
     const RowsConfig config = rows_config(a.rows, a.cols, is_aligned ? N : 1, stream);
-    launch(name, is_aligned ? &softmax_bwd_kernel<T, N, kLog> : &softmax_bwd_kernel<T, 1, kLog>,
-           config.launch, a, config.row_threads);
+    launch(name, is_aligned ? kernel_for<T, N, kLog>(a) : kernel_for<T, 1, kLog>(a), config.launch,
+           a, config.row_threads);
   });
 }
 
 }  // namespace
 
 void softmax_fwd(CUstream_st* stream, const SoftmaxFwd& a) {
-  launch_fwd<false>("softmax_fwd", stream, a);
+  launch_rows<false>("softmax_fwd", stream, a);
 }
 
 void log_softmax_fwd(CUstream_st* stream, const SoftmaxFwd& a) {
-  launch_fwd<true>("log_softmax_fwd", stream, a);
+  launch_rows<true>("log_softmax_fwd", stream, a);
 }
 
 void softmax_bwd(CUstream_st* stream, const SoftmaxBwd& a) {
-  launch_bwd<false>("softmax_bwd", stream, a);
+  launch_rows<false>("softmax_bwd", stream, a);
 }
 
 void log_softmax_bwd(CUstream_st* stream, const SoftmaxBwd& a) {
-  launch_bwd<true>("log_softmax_bwd", stream, a);
+  launch_rows<true>("log_softmax_bwd", stream, a);
 }
 
 }  // namespace tessera::kernels::cuda
