@@ -51,7 +51,7 @@ struct Lanes {
   GradSync sync = GradSync::kEveryMicroBatch;
   bool poison = false;
   bool is_reduced_into_shards = false;  // by NCCL: gradient shards are memory of the communicators
-  bool measures_exposure = false;  // on cuda, where it takes two events a wait
+  bool measures_exposure = false;       // on cuda, where it takes two events a wait
   bool reproducible = false;
   int micro_batch = 0;                                                   // of the step
   Tensor reduce_staging, replicate_staging, wire_buffer, partial_shard;  // see Unit::reduce
