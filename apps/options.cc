@@ -21,49 +21,42 @@ std::optional<DType> dtype_or_same(const std::string& name) {
   return name == "same" ? std::nullopt : std::optional(dtype_from_name(name));
 }
 
-}  // namespace
-
-std::unique_ptr<nn::LanguageModel> make_model(const ModelConfig& config, int64_t vocab_size) {
-  if (config.kind == "gpt2") {
-    nn::Gpt2Config c;
-    c.vocab_size = vocab_size;
-    c.context_length = config.context;
-    c.num_layers = config.layers;
-    c.num_heads = config.heads;
-    c.width = config.width;
-    c.ffn_width = config.ffn;
-    c.bias = config.bias;
-    c.tied = config.tied;
-    c.dropout = config.dropout;
-    c.norm_eps = static_cast<float>(config.norm_eps);
-    c.gelu = config.gelu == "exact" ? Gelu::kExact : Gelu::kTanh;
-    return std::make_unique<nn::Gpt2>(c);
-  }
-  if (config.kind == "bloom") {
-    nn::BloomConfig c;
-    c.vocab_size = vocab_size;
-    c.context_length = config.context;
-    c.num_layers = config.layers;
-    c.num_heads = config.heads;
-    c.width = config.width;
-    c.tied = config.tied;
-    c.dropout = config.dropout;
-    c.norm_eps = static_cast<float>(config.norm_eps);
-    return std::make_unique<nn::Bloom>(c);
-  }
-  nn::LlamaConfig c;
+/// What the configurations of all models have; of NnConfig, one of nn's.
+template <class NnConfig>
+NnConfig common_config(const ModelConfig& config, int64_t vocab_size) {
+  NnConfig c;
   c.vocab_size = vocab_size;
   c.context_length = config.context;
   c.num_layers = config.layers;
   c.num_heads = config.heads;
-  c.num_kv_heads = config.kv_heads;
   c.width = config.width;
+  c.tied = config.tied;
+  c.norm_eps = static_cast<float>(config.norm_eps);
+  return c;
+}
+
+}  // namespace
+
+std::unique_ptr<nn::LanguageModel> make_model(const ModelConfig& config, int64_t vocab_size) {
+  if (config.kind == "gpt2") {
+    auto c = common_config<nn::Gpt2Config>(config, vocab_size);
+    c.ffn_width = config.ffn;
+    c.bias = config.bias;
+    c.dropout = config.dropout;
+    c.gelu = config.gelu == "exact" ? Gelu::kExact : Gelu::kTanh;
+    return std::make_unique<nn::Gpt2>(c);
+  }
+  if (config.kind == "bloom") {
+    auto c = common_config<nn::BloomConfig>(config, vocab_size);
+    c.dropout = config.dropout;
+    return std::make_unique<nn::Bloom>(c);
+  }
+  auto c = common_config<nn::LlamaConfig>(config, vocab_size);
+  c.num_kv_heads = config.kv_heads;
   c.head_width = config.head_width;
   c.ffn_width = config.ffn;
-  c.tied = config.tied;
   c.qkv_bias = config.qkv_bias;
   c.qk_norm = config.qk_norm;
-  c.norm_eps = static_cast<float>(config.norm_eps);
   c.rope.theta = static_cast<float>(config.rope_theta);
   c.rope.scaling = config.rope_scaling == "linear"   ? RopeScaling::kLinear
                    : config.rope_scaling == "llama3" ? RopeScaling::kLlama3

@@ -3,22 +3,11 @@
 namespace tessera::nn {
 namespace {
 
-ModelShape shape_of(const BloomConfig& c) {
-  ModelShape s{.vocab_size = c.vocab_size,
-               .context_length = c.context_length,
-               .num_layers = c.num_layers,
-               .num_heads = c.num_heads,
-               .num_kv_heads = c.num_heads,
-               .width = c.width};
-  check_shape("Bloom", s);
-  TESSERA_CHECK_AS(ConfigError, c.width % c.num_heads == 0,
-                   "Bloom: width {} is not divisible by num_heads {}", c.width, c.num_heads);
-  s.head_width = c.width / c.num_heads;
-  return s;
-}
-
-Gpt2Config block_config(const BloomConfig& c) {
+/// Of the blocks and the sizes; the rest of a Gpt2 is not there.
+Gpt2Config gpt2_config(const BloomConfig& c) {
   Gpt2Config g;
+  g.vocab_size = c.vocab_size;
+  g.context_length = c.context_length;
   g.num_layers = c.num_layers;
   g.num_heads = c.num_heads;
   g.width = c.width;
@@ -33,12 +22,12 @@ Gpt2Config block_config(const BloomConfig& c) {
 
 Bloom::Bloom(const BloomConfig& config)
     : config_(config),
-      shape_(shape_of(config)),
+      shape_(gpt2_shape(gpt2_config(config), "Bloom")),
       embed_(this, "embed", config.vocab_size, config.width, Init::normal(0, config.init_stddev)),
       embed_norm_(this, "embed_norm", config.width, config.norm_eps, true),
       blocks_(this, "blocks") {
   for (int64_t layer = 0; layer < config.num_layers; ++layer) {
-    blocks_.emplace_back(block_config(config));
+    blocks_.emplace_back(gpt2_config(config));
   }
   norm_.emplace(this, "norm", config.width, config.norm_eps, true);
   if (config.tied) {

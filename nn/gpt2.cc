@@ -12,20 +12,6 @@ Init output_init(const Gpt2Config& c) {
   return Init::normal(0, c.init_stddev / std::sqrt(2.0 * static_cast<double>(c.num_layers)));
 }
 
-ModelShape shape_of(const Gpt2Config& c) {
-  ModelShape s{.vocab_size = c.vocab_size,
-               .context_length = c.context_length,
-               .num_layers = c.num_layers,
-               .num_heads = c.num_heads,
-               .num_kv_heads = c.num_heads,
-               .width = c.width};
-  check_shape("Gpt2", s);
-  TESSERA_CHECK_AS(ConfigError, c.width % c.num_heads == 0,
-                   "Gpt2: width {} is not divisible by num_heads {}", c.width, c.num_heads);
-  s.head_width = c.width / c.num_heads;
-  return s;
-}
-
 AttentionConfig attention_config(const Gpt2Config& c) {
   AttentionConfig a;
   a.width = c.width;
@@ -49,6 +35,20 @@ MlpConfig mlp_config(const Gpt2Config& c) {
 }
 
 }  // namespace
+
+ModelShape gpt2_shape(const Gpt2Config& c, const char* model) {
+  ModelShape s{.vocab_size = c.vocab_size,
+               .context_length = c.context_length,
+               .num_layers = c.num_layers,
+               .num_heads = c.num_heads,
+               .num_kv_heads = c.num_heads,
+               .width = c.width};
+  check_shape(model, s);
+  TESSERA_CHECK_AS(ConfigError, c.width % c.num_heads == 0,
+                   "{}: width {} is not divisible by num_heads {}", model, c.width, c.num_heads);
+  s.head_width = c.width / c.num_heads;
+  return s;
+}
 
 Gpt2Block::Gpt2Block(const Gpt2Config& config)
     : norm1_(this, "norm1", config.width, config.norm_eps, config.bias),
@@ -99,7 +99,7 @@ Tensor Gpt2Block::forward(const Tensor& x_BTC, const AttentionInput& input) {
 
 Gpt2::Gpt2(const Gpt2Config& config)
     : config_(config),
-      shape_(shape_of(config)),
+      shape_(gpt2_shape(config)),
       embed_(this, "embed", config.vocab_size, config.width, Init::normal(0, config.init_stddev)),
       position_(this, "position", config.context_length, config.width,
                 Init::normal(0, config.init_stddev)),

@@ -28,6 +28,10 @@ struct Gpt2Config {
   double init_stddev = 0.02;
 };
 
+/// The sizes of a model of such blocks, for messages called `model`.
+/// Errors   ConfigError if sizes are not positive or the heads do not divide the width
+ModelShape gpt2_shape(const Gpt2Config& config, const char* model = "Gpt2");
+
 /// x + attention(norm1(x)), then the same with the Mlp.
 /// Shapes   x [B, T, C] -> [B, T, C]
 class Gpt2Block : public Module {

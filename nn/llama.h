@@ -24,7 +24,7 @@ struct LlamaConfig {
   bool qkv_bias = false;
   bool qk_norm = false;
   float norm_eps = 1e-5f;
-  RopeOptions rope;
+  RopeOptions rope{};
   /// Matrices and embeddings start normal with this deviation, the projections that end a sublayer
   /// with it / sqrt(2 * num_layers), biases at zero, norms at one.
   double init_stddev = 0.02;

@@ -127,6 +127,15 @@ std::unique_ptr<nn::LanguageModel> Golden::make_model() const {
   return std::make_unique<nn::Llama>(std::get<nn::LlamaConfig>(config));
 }
 
+optim::AdamWOptions Golden::adamw_options() const {
+  optim::AdamWOptions options;
+  options.beta1 = beta1;
+  options.beta2 = beta2;
+  options.eps = eps;
+  options.weight_decay = static_cast<float>(weight_decay);
+  return options;
+}
+
 void Golden::load_initial(nn::Module& model) const {
   for (const nn::NamedParameter& entry : model.named_parameters()) {
     const GoldenParameter& source = parameter(entry.name);

@@ -7,6 +7,7 @@
 
 #include "nn/gpt2.h"
 #include "nn/llama.h"
+#include "optim/adamw.h"
 
 // Golden curves (test/golden/README.md) for tests on one rank or several.
 
@@ -30,6 +31,8 @@ struct Golden {
 
   /// The model of `config`, not yet with the initial weights.
   std::unique_ptr<nn::LanguageModel> make_model() const;
+  /// Of the optimizer, but for the learning rates.
+  optim::AdamWOptions adamw_options() const;
   /// Writes the initial weights into the parameters, which have bytes.
   void load_initial(nn::Module& model) const;
   const GoldenParameter& parameter(const std::string& name) const;

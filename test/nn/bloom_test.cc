@@ -1,15 +1,14 @@
 #include "nn/bloom.h"
 
-#include "core/autograd.h"
-#include "test/testing.h"
+#include "test/nn/model_checks.h"
 
 namespace tessera::nn {
 namespace {
 
-using testing::check_bitwise;
+using testing::check_cache;
 using testing::check_close;
+using testing::check_recompute;
 using testing::error_of;
-using testing::randint;
 using testing::tol;
 
 BloomConfig tiny() {
@@ -23,16 +22,7 @@ BloomConfig tiny() {
 TEST_CASE("bloom: generation with a cache gives the logits of a whole forward", "[bloom]") {
   Bloom model(tiny());
   model.initialize(3);
-  const NoGrad no_grad;
-  const Tensor ids = randint(0, 23, {2, 9});
-  const Tensor whole = model.logits(ids);
-  KvCache cache = model.make_cache(2);
-  for (int64_t first = 0; first < 9; first += 3) {
-    ForwardOptions options;
-    options.cache = &cache;
-    check_close(model.logits(ids.narrow(1, first, 3), options), whole.narrow(1, first, 3),
-                tol(kF32, 64));
-  }
+  check_cache(model);
 }
 
 TEST_CASE("bloom: positions count only through the biases of attention", "[bloom]") {
@@ -57,23 +47,8 @@ TEST_CASE("bloom: positions count only through the biases of attention", "[bloom
 TEST_CASE("bloom: recomputed blocks give the same gradients, bit by bit", "[bloom]") {
   Bloom model(tiny());
   model.initialize(3);
-  const Tensor ids = randint(0, 23, {2, 9}), targets = randint(0, 23, {2, 9}, kI32, 2);
-  const auto gradients = [&](RecomputePolicy::Kind kind) {
-    model.set_recompute({kind, 1});
-    for (const NamedParameter& p : model.named_parameters()) p.parameter->tensor.zero_grad();
-    backward(model.loss(ids, targets).sum);
-    std::vector<Tensor> all;
-    for (const NamedParameter& p : model.named_parameters()) {
-      all.push_back(p.parameter->tensor.grad().clone());
-    }
-    return all;
-  };
-  const std::vector<Tensor> kept = gradients(RecomputePolicy::Kind::kNone);
-  for (const auto kind : {RecomputePolicy::Kind::kFull, RecomputePolicy::Kind::kSelective}) {
-    const std::vector<Tensor> again = gradients(kind);
-    REQUIRE(again.size() == kept.size());
-    for (size_t i = 0; i < kept.size(); ++i) check_bitwise(again[i], kept[i]);
-  }
+  using Kind = RecomputePolicy::Kind;
+  check_recompute(model, {{Kind::kFull, 1}, {Kind::kSelective, 1}});
 }
 
 TEST_CASE("bloom: heads must divide the width", "[bloom]") {

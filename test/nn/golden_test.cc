@@ -32,12 +32,7 @@ class Training {
       const Segment whole{0, numel};
       segments_.push_back(segments_to_device(std::span(&whole, 1), numel));
     }
-    optim::AdamWOptions options;
-    options.beta1 = golden.beta1;
-    options.beta2 = golden.beta2;
-    options.eps = golden.eps;
-    options.weight_decay = static_cast<float>(golden.weight_decay);
-    adamw_ = std::make_unique<optim::AdamW>(std::move(shards), options);
+    adamw_ = std::make_unique<optim::AdamW>(std::move(shards), golden.adamw_options());
   }
 
   struct Result {
@@ -160,18 +155,24 @@ TEST_CASE("golden: the schedule is that of the curves", "[golden]") {
   }
 }
 
+/// Losses and gradient norms of five steps.
+std::vector<double> first_steps(Training& training) {
+  std::vector<double> curve;
+  for (int64_t step = 0; step < 5; ++step) {
+    const auto [loss, grad_norm] = training.run(step);
+    training.update(step);
+    curve.insert(curve.end(), {loss, grad_norm});
+  }
+  return curve;
+}
+
 TEST_CASE("golden: recompute and a second run give the same bits", "[golden]") {
   const Golden golden = load_golden("llama");
   std::vector<double> first;
   for (const bool recompute : {false, true}) {
     Training training(golden);
     if (recompute) training.model().set_recompute({nn::RecomputePolicy::Kind::kFull, 1});
-    std::vector<double> curve;
-    for (int64_t step = 0; step < 5; ++step) {
-      const auto [loss, grad_norm] = training.run(step);
-      training.update(step);
-      curve.insert(curve.end(), {loss, grad_norm});
-    }
+    const std::vector<double> curve = first_steps(training);
     if (first.empty()) first = curve;
     CHECK(curve == first);
   }
@@ -185,12 +186,7 @@ TEST_CASE("golden: the number of threads does not change a bit", "[golden]") {
     options.num_threads = num_threads;
     Context::Scope scope(std::make_shared<Context>(options));
     Training training(golden);
-    std::vector<double> curve;
-    for (int64_t step = 0; step < 5; ++step) {
-      const auto [loss, grad_norm] = training.run(step);
-      training.update(step);
-      curve.insert(curve.end(), {loss, grad_norm});
-    }
+    const std::vector<double> curve = first_steps(training);
     if (first.empty()) first = curve;
     CHECK(curve == first);
   }

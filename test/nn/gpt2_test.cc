@@ -1,18 +1,19 @@
 #include "nn/gpt2.h"
 
-#include "core/autograd.h"
-#include "core/random.h"
 #include "core/runtime/context.h"
 #include "kernels/loss/loss.h"
-#include "test/testing.h"
+#include "test/nn/model_checks.h"
 
 namespace tessera::nn {
 namespace {
 
 using testing::check_bitwise;
+using testing::check_cache;
 using testing::check_close;
+using testing::check_gradients;
+using testing::check_recompute;
 using testing::error_of;
-using testing::gradcheck;
+using testing::loss_and_gradients;
 using testing::randint;
 using testing::tol;
 
@@ -126,47 +127,18 @@ TEST_CASE("gpt2: backward matches finite differences", "[gpt2]") {
   c.num_layers = 1;
   Gpt2 model(c);
   model.initialize(1);
-  const Tensor ids_BT = randint(0, 23, {2, 5}), targets_BT = randint(0, 23, {2, 5}, kI32, 2);
-  const auto parameters = model.named_parameters();
-  std::vector<Tensor> inputs;
-  for (const NamedParameter& entry : parameters) inputs.push_back(entry.parameter->tensor);
-  const auto fn = [&](const std::vector<Tensor>& in) {
-    for (size_t i = 0; i < parameters.size(); ++i) parameters[i].parameter->tensor = in[i];
-    return model.loss(ids_BT, targets_BT).sum;
-  };
-  gradcheck(fn, inputs);
-}
-
-/// Loss and all gradients of one step.
-std::vector<Tensor> step(LanguageModel& model, const Tensor& ids_BT, const Tensor& targets_BT) {
-  for (const NamedParameter& entry : model.named_parameters()) entry.parameter->tensor.zero_grad();
-  random_state() = RandomState{.seed = 3, .step = 1};
-  const LossSum loss = model.loss(ids_BT, targets_BT);
-  loss.sum.backward();
-  std::vector<Tensor> results{loss.sum.detach()};
-  for (const NamedParameter& entry : model.named_parameters()) {
-    results.push_back(entry.parameter->tensor.grad().clone());
-  }
-  return results;
+  check_gradients(model);
 }
 
 TEST_CASE("gpt2: recompute gives the same bits, with dropout", "[gpt2]") {
   Gpt2Config c = tiny();
   c.num_layers = 3;
-  const Tensor ids_BT = randint(0, 23, {3, 7}), targets_BT = randint(0, 23, {3, 7}, kI32, 2);
   using Kind = RecomputePolicy::Kind;
   for (const double dropout : {0.2, 0.0}) {
     c.dropout = dropout;
     Gpt2 model(c);
     model.initialize(1);
-    const std::vector<Tensor> expected = step(model, ids_BT, targets_BT);
-    for (const RecomputePolicy& policy :
-         {RecomputePolicy{Kind::kFull, 1}, RecomputePolicy{Kind::kEveryN, 2},
-          RecomputePolicy{Kind::kSelective, 1}}) {
-      model.set_recompute(policy);
-      const std::vector<Tensor> actual = step(model, ids_BT, targets_BT);
-      for (size_t i = 0; i < expected.size(); ++i) check_bitwise(actual[i], expected[i]);
-    }
+    check_recompute(model, {{Kind::kFull, 1}, {Kind::kEveryN, 2}, {Kind::kSelective, 1}});
   }
   CHECK(RecomputePolicy{Kind::kEveryN, 2}.applies_to(0));
   CHECK_FALSE(RecomputePolicy{Kind::kEveryN, 2}.applies_to(1));
@@ -185,11 +157,11 @@ TEST_CASE("gpt2: recompute keeps one block's activations, selective no norms and
   const Tensor ids_BT = randint(0, 23, {4, 64}), targets_BT = randint(0, 23, {4, 64}, kI32, 2);
   const auto peak = [&] {
     const auto& allocator = *Context::current()->allocator();
-    step(model, ids_BT, targets_BT);
+    loss_and_gradients(model, ids_BT, targets_BT);
     Context::current()->compute().synchronize();
     Context::current()->allocator()->reset_peak();
     const int64_t before = allocator.stats().allocated;
-    step(model, ids_BT, targets_BT);
+    loss_and_gradients(model, ids_BT, targets_BT);
     return allocator.stats().peak_allocated - before;
   };
   const int64_t without = peak();
@@ -222,20 +194,7 @@ TEST_CASE("gpt2: dropout acts while training only", "[gpt2]") {
 TEST_CASE("gpt2: a cache gives the same logits", "[gpt2]") {
   Gpt2 model(tiny());
   model.initialize(1);
-  NoGrad no_grad;
-  const Tensor ids_BT = randint(0, 23, {2, 9});
-  const Tensor expected = model.logits(ids_BT);
-  KvCache cache = model.make_cache(2);
-  CHECK(cache.capacity == 11);
-  ForwardOptions options;
-  options.cache = &cache;
-  int64_t begin = 0;
-  for (const int64_t num_new : {4, 1, 1, 3}) {
-    const Tensor logits = model.logits(ids_BT.narrow(1, begin, num_new).contiguous(), options);
-    check_close(logits, expected.narrow(1, begin, num_new), 1e-6);
-    begin += num_new;
-    CHECK(cache.length == begin);
-  }
+  check_cache(model);
 }
 
 struct CountCalls : ModuleHook {

@@ -1,16 +1,18 @@
 #include "nn/llama.h"
 
-#include "core/autograd.h"
 #include "kernels/loss/loss.h"
-#include "test/testing.h"
+#include "test/nn/model_checks.h"
 
 namespace tessera::nn {
 namespace {
 
 using testing::check_bitwise;
+using testing::check_cache;
 using testing::check_close;
+using testing::check_gradients;
+using testing::check_recompute;
 using testing::error_of;
-using testing::gradcheck;
+using testing::loss_and_gradients;
 using testing::randint;
 using testing::tol;
 
@@ -129,29 +131,7 @@ TEST_CASE("llama: backward matches finite differences", "[llama]") {
   c.qk_norm = true;
   Llama model(c);
   model.initialize(1);
-  const Tensor ids_BT = randint(0, 23, {2, 5}), targets_BT = randint(0, 23, {2, 5}, kI32, 2);
-  const auto parameters = model.named_parameters();
-  std::vector<Tensor> inputs;
-  for (const NamedParameter& entry : parameters) inputs.push_back(entry.parameter->tensor);
-  const auto fn = [&](const std::vector<Tensor>& in) {
-    for (size_t i = 0; i < parameters.size(); ++i) parameters[i].parameter->tensor = in[i];
-    return model.loss(ids_BT, targets_BT).sum;
-  };
-  gradcheck(fn, inputs);
-}
-
-std::vector<Tensor> step(Llama& model, const Tensor& ids_BT, const Tensor& targets_BT,
-                         const Tensor& grad_scale, bool early) {
-  for (const NamedParameter& entry : model.named_parameters()) entry.parameter->tensor.zero_grad();
-  LinearCrossEntropyOptions options;
-  if (early) options.grad_scale = grad_scale;
-  const LossSum loss = model.loss(ids_BT, targets_BT, {}, options);
-  backward(loss.sum, grad_scale);
-  std::vector<Tensor> results{loss.sum.detach()};
-  for (const NamedParameter& entry : model.named_parameters()) {
-    results.push_back(entry.parameter->tensor.grad().clone());
-  }
-  return results;
+  check_gradients(model);
 }
 
 TEST_CASE("llama: a gradient scale known early changes nothing", "[llama]") {
@@ -162,8 +142,8 @@ TEST_CASE("llama: a gradient scale known early changes nothing", "[llama]") {
     model.initialize(1);
     const Tensor ids_BT = randint(0, 23, {3, 7}), targets_BT = randint(0, 23, {3, 7}, kI32, 2);
     const Tensor scale = full({}, 0.25);
-    const auto late = step(model, ids_BT, targets_BT, scale, false);
-    const auto early = step(model, ids_BT, targets_BT, scale, true);
+    const auto late = loss_and_gradients(model, ids_BT, targets_BT, scale, false);
+    const auto early = loss_and_gradients(model, ids_BT, targets_BT, scale, true);
     for (size_t i = 0; i < late.size(); ++i) check_close(early[i], late[i], tol(kF32, 21));
   }
 }
@@ -171,14 +151,8 @@ TEST_CASE("llama: a gradient scale known early changes nothing", "[llama]") {
 TEST_CASE("llama: recompute gives the same bits", "[llama]") {
   Llama model(tiny());
   model.initialize(1);
-  const Tensor ids_BT = randint(0, 23, {3, 7}), targets_BT = randint(0, 23, {3, 7}, kI32, 2);
-  const Tensor one = full({}, 1);
-  const auto expected = step(model, ids_BT, targets_BT, one, false);
-  for (const auto kind : {RecomputePolicy::Kind::kFull, RecomputePolicy::Kind::kSelective}) {
-    model.set_recompute({kind, 1});
-    const auto actual = step(model, ids_BT, targets_BT, one, false);
-    for (size_t i = 0; i < expected.size(); ++i) check_bitwise(actual[i], expected[i]);
-  }
+  using Kind = RecomputePolicy::Kind;
+  check_recompute(model, {{Kind::kFull, 1}, {Kind::kSelective, 1}});
 }
 
 TEST_CASE("llama: a cache gives the same logits", "[llama]") {
@@ -186,19 +160,7 @@ TEST_CASE("llama: a cache gives the same logits", "[llama]") {
   c.qk_norm = true;
   Llama model(c);
   model.initialize(1);
-  NoGrad no_grad;
-  const Tensor ids_BT = randint(0, 23, {2, 9});
-  const Tensor expected = model.logits(ids_BT);
-  KvCache cache = model.make_cache(2);
-  ForwardOptions options;
-  options.cache = &cache;
-  int64_t begin = 0;
-  for (const int64_t num_new : {4, 1, 1, 3}) {
-    const Tensor logits = model.logits(ids_BT.narrow(1, begin, num_new).contiguous(), options);
-    check_close(logits, expected.narrow(1, begin, num_new), 2e-6);
-    begin += num_new;
-  }
-  CHECK(cache.length == 9);
+  check_cache(model);
 }
 
 TEST_CASE("llama: packed documents do not see each other", "[llama]") {
