@@ -15,6 +15,9 @@
 //   overhead = step - sequence - other kernels,  in percent of sequence + other kernels
 //
 // Peak memory stands beside what parameters, gradients and states, and activations, should take.
+//
+// With --count one step of one rank is not timed but counted: tasks, waits of the host, and bytes
+// of the device's memory beside the least that they could be (step_cost.h).
 
 #include <fmt/format.h>
 #include <sys/resource.h>
@@ -27,6 +30,7 @@
 #include "apps/bench.h"
 #include "apps/gemm_sequence.h"
 #include "apps/options.h"
+#include "apps/step_cost.h"
 #include "core/autograd.h"
 #include "core/log.h"
 #include "core/profiler.h"
@@ -49,7 +53,7 @@ struct Options {
   int64_t layers = 12, heads = 12, kv_heads = 0, width = 768, context = 64, vocab = 50257,
           micro_batch = 4;
   int steps = 10, threads = 0, num_thread_ranks = 0, prefetch = 1;
-  bool as_json = false, checks_memory = false, times_gemms = false;
+  bool as_json = false, checks_memory = false, counts = false, times_gemms = false;
   std::string attention = "own", gemm = "auto";
 };
 
@@ -380,6 +384,63 @@ int report(const Options& o, int num_ranks, const Result& r) {
   return status;
 }
 
+/// What a step is made of. The least bytes are known of GPT-2.
+void count(dist::World& world, const Options& o) {
+  if (world.world_size() != 1) {
+    throw ConfigError(fmt::format("--count: expected one rank, which has no collectives, got {}",
+                                  world.world_size()));
+  }
+  Training training(world, o);
+  for (int i = 0; i < 2; ++i) training.step();
+  training.finish();
+  const auto element_nbytes = static_cast<int64_t>(size_of(dtype_from_name(o.dtype)));
+  const auto counter = std::make_shared<TrafficCounter>(element_nbytes);
+  const Stream& compute = Context::current()->compute();
+  compute.impl()->observer = counter;
+  training.step();
+  const TrafficCounter::Traffic total = counter->total();
+  const int64_t host_waits = counter->num_host_waits();
+  training.finish();
+  compute.impl()->observer = nullptr;
+  int64_t minimum = 0;
+  nlohmann::json parts = nlohmann::json::object(), tasks = nlohmann::json::object();
+  if (o.model == "gpt2") {
+    for (const MinimumPart& part : minimum_traffic(
+             {o.micro_batch, o.context, o.layers, o.heads, o.width, o.vocab, element_nbytes})) {
+      minimum += part.nbytes;
+      parts[part.name] = part.nbytes;
+      if (!o.as_json) fmt::print("minimum  {:28} {:11.3f} MB\n", part.name, part.nbytes * 1e-6);
+    }
+  }
+  for (const auto& [name, traffic] : counter->by_task()) {
+    tasks[name] = {{"tasks", traffic.num_tasks}, {"bytes", traffic.nbytes}};
+    if (!o.as_json) {
+      fmt::print("task     {:20} {:5}   {:11.3f} MB\n", name, traffic.num_tasks,
+                 traffic.nbytes * 1e-6);
+    }
+  }
+  const double ratio =
+      minimum == 0 ? 0 : static_cast<double>(total.nbytes) / static_cast<double>(minimum);
+  if (o.as_json) {
+    fmt::print("{}\n", nlohmann::json{{"bench", "count"},
+                                      {"model", o.model},
+                                      {"dtype", o.dtype},
+                                      {"micro_batch", o.micro_batch},
+                                      {"context", o.context},
+                                      {"tasks", total.num_tasks},
+                                      {"host_waits", host_waits},
+                                      {"bytes", total.nbytes},
+                                      {"minimum_bytes", minimum},
+                                      {"ratio", ratio},
+                                      {"by_task", tasks},
+                                      {"minimum", parts}}
+                           .dump());
+    return;
+  }
+  fmt::print("{} tasks, {} waits of the host, {:.1f} MB; minimum {:.1f} MB, ratio {:.3f}\n",
+             total.num_tasks, host_waits, total.nbytes * 1e-6, minimum * 1e-6, ratio);
+}
+
 /// The rates of the whole machine, before any rank is at work.
 struct Rates {
   Roofline roofline;
@@ -428,6 +489,7 @@ int run(int argc, char** argv) {
   app.add_option("--attention", o.attention, "on cuda")
       ->check(CLI::IsMember({"own", "cudnn", "auto"}));
   app.add_option("--gemm", o.gemm, "on cuda")->check(CLI::IsMember({"auto", "own", "cublaslt"}));
+  app.add_flag("--count", o.counts, "one rank: tasks, waits and bytes of a step instead of times");
   app.add_flag("--check-memory", o.checks_memory,
                "exit status 1 if the peak is not within 5 % of what is expected");
   app.add_flag("--gemm-sequence", o.times_gemms,
@@ -454,11 +516,15 @@ int run(int argc, char** argv) {
     local.context.poison = local.context.order_check = false;
     local.context.device = device_from_name(o.device);
     check_gemms(local.context.device.type, o.num_thread_ranks);
-    const Rates rates = measure_rates(local.context.device, 0);
-    print_rates(rates, o);
+    Rates rates;
+    if (!o.counts) {
+      rates = measure_rates(local.context.device, 0);
+      print_rates(rates, o);
+    }
     if (o.threads > 0) local.context.num_threads = o.threads;
     int status = 0;
     dist::run_ranks(o.num_thread_ranks, local, [&](dist::World& world) {
+      if (o.counts) return count(world, o);
       const Result result = measure(world, o, rates.roofline, rates.bytes_per_s);
       if (world.rank() == 0) status = report(o, world.world_size(), result);
     });
@@ -473,10 +539,16 @@ int run(int argc, char** argv) {
       options.num_threads = world.num_threads(o.threads);
       check_gemms(options.device.type, world.world_size());
       // The floor is that of all the machine: one rank measures, with all threads.
-      if (world.rank() == 0) rates = measure_rates(options.device, num_allowed_processors());
+      if (world.rank() == 0 && !o.counts) {
+        rates = measure_rates(options.device, num_allowed_processors());
+      }
       context = std::make_shared<Context>(options);
     });
     const Context::Scope scope(context);
+    if (o.counts) {
+      count(world, o);
+      return 0;
+    }
     if (world.rank() == 0) print_rates(rates, o);
     const Result result = measure(world, o, rates.roofline, rates.bytes_per_s);
     return world.rank() == 0 ? report(o, world.world_size(), result) : 0;

@@ -214,7 +214,7 @@ void CudaTask::end() noexcept {
 #else  // a build without CUDA: there is no stream to time
 
 CudaSpan::CudaSpan(const Stream& stream) {
-  TESSERA_UNIMPLEMENTED("CudaSpan: this build has no device {}", stream.device());
+  TESSERA_UNIMPLEMENTED("CudaSpan: this build has no CUDA, the stream is on {}", stream.device());
 }
 CudaSpan::CudaSpan(CudaSpan&&) noexcept = default;
 CudaSpan& CudaSpan::operator=(CudaSpan&&) noexcept = default;
@@ -224,7 +224,8 @@ double CudaSpan::ms() const {
   return 0;
 }
 const std::shared_ptr<CudaTimeline>& timeline_of(const Stream& stream) {
-  TESSERA_UNIMPLEMENTED("timeline_of: this build has no device {}", stream.device());
+  TESSERA_UNIMPLEMENTED("timeline_of: this build has no CUDA, the stream is on {}",
+                        stream.device());
 }
 void CudaTask::begin(const std::shared_ptr<CudaTimeline>&, const char*, const char*) {}
 void CudaTask::end() noexcept {}

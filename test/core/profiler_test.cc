@@ -5,6 +5,7 @@
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
+#include <utility>
 
 #include "core/runtime/stream.h"
 #include "test/testing.h"
@@ -38,6 +39,7 @@ TEST_CASE("profiler: writes a Chrome trace that is JSON, whatever the names", "[
   plain.wait(quoted.record());
   plain.submit("task2", [] {});
   plain.synchronize();
+  profiler::add({"all_gather", plain.id(), profiler::now_ns(), profiler::now_ns(), "blocks.3"});
   profiler::stop();
   const auto path =
       std::filesystem::temp_directory_path() / fmt::format("tessera_trace_{}.json", ::getpid());
@@ -57,6 +59,25 @@ TEST_CASE("profiler: writes a Chrome trace that is JSON, whatever the names", "[
   CHECK(std::count(rows.begin(), rows.end(), "a \"quoted\\\" name\n") == 1);
   CHECK(std::count(tasks.begin(), tasks.end(), "task \"1\"") == 1);
   CHECK(std::count(tasks.begin(), tasks.end(), "task2") == 1);
+  CHECK(std::count(tasks.begin(), tasks.end(), "all_gather blocks.3") == 1);
+}
+
+TEST_CASE("profiler: sources are collected from when it stops, and once more before it starts",
+          "[profiler]") {
+  static std::vector<TraceEvent> measured;
+  profiler::add_source([] {
+    for (const TraceEvent& e : std::exchange(measured, {})) profiler::add(e);
+  });
+  profiler::start();
+  measured = {{"late", 0, 1, 2}, {"later", 0, 2, 3}};
+  CHECK(profiler::events().empty());
+  profiler::stop();
+  REQUIRE(profiler::events().size() == 2);
+  CHECK(std::string(profiler::events()[1].name) == "later");
+  measured = {{"between", 0, 3, 4}};
+  profiler::start();
+  profiler::stop();
+  CHECK(profiler::events().empty());
 }
 
 TEST_CASE("profiler: a trace that cannot be written is an error", "[profiler]") {

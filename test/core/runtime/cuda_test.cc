@@ -66,6 +66,19 @@ TEST_CASE("cuda: a stream without the device is an error that names the call", "
   CHECK_THROWS_AS(Context(ContextOptions{.device = kCuda0}), Error);
 }
 
+TEST_CASE("cuda: only streams of CUDA have spans and timelines", "[cuda]") {
+  const Stream s = make_stream({}, "cpu");
+  const std::string span = error_of([&] { CudaSpan{s}; }),
+                    timeline = error_of([&] { timeline_of(s); });
+  if (probe_cuda().is_built) {
+    CHECK(span.find("cuda: expected a CUDA stream, got one on cpu") == 0);
+    CHECK(timeline.find("cuda: expected a CUDA stream, got one on cpu") == 0);
+  } else {
+    CHECK(span.find("CudaSpan: this build has no CUDA, the stream is on cpu") == 0);
+    CHECK(timeline.find("timeline_of: this build has no CUDA, the stream is on cpu") == 0);
+  }
+}
+
 TEST_CASE("cuda: streams, events and memory of a context on the device", "[cuda]") {
   if (!has_device()) return;
   const auto context = std::make_shared<Context>(
