@@ -85,13 +85,27 @@ struct Logistic {
     value = x_unit < bound ? tessera::cpu::reciprocal_lanes<T>(C(1) + e) : Lanes<T>{};
     complement = e * value;
   }
+
+  /// The value without the complement. Beyond +-200 the exponential is infinite or zero, so bf16
+  /// needs one bound on |x| and no selection.
+  static Lanes<T> value_of(Lanes<T> x_unit) {
+#if TESSERA_AVX512
+    if constexpr (std::is_same_v<T, BFloat16>) {
+      constexpr int kLesserMagnitude = 2;  // with the sign of the first
+      const auto bounded = (Lanes<T>)_mm512_maskz_range_ps(
+          tessera::cpu::kEveryLane, (__m512)x_unit, _mm512_set1_ps(200.0f), kLesserMagnitude);
+      return tessera::cpu::reciprocal_lanes<T>(1.0f + tessera::cpu::pow2_lanes<T>(bounded));
+    }
+#endif
+    return Logistic(x_unit).value;
+  }
 };
 
 /// x sigmoid(x).
 struct Silu {
   template <class T>
   static Lanes<T> value(Lanes<T> x) {
-    return x * Logistic<T>(x * ComputeType<T>(Logistic<T>::kUnit)).value;
+    return x * Logistic<T>::value_of(x * ComputeType<T>(Logistic<T>::kUnit));
   }
   template <class T>
   static Lanes<T> derivative(Lanes<T> x) {
@@ -109,7 +123,7 @@ struct GeluTanh {
   static Lanes<T> value(Lanes<T> x) {
     using C = ComputeType<T>;
     constexpr double kUnit = Logistic<T>::kUnit;
-    return x * Logistic<T>(x * (C(kUnit * kSlope) + C(kUnit * kCubic) * (x * x))).value;
+    return x * Logistic<T>::value_of(x * (C(kUnit * kSlope) + C(kUnit * kCubic) * (x * x)));
   }
   template <class T>
   static Lanes<T> derivative(Lanes<T> x) {
