@@ -1,6 +1,6 @@
 #include "kernels/matmul/cublaslt.h"
 
-#if __has_include(<cublasLt.h>)
+#if __has_include(<cublasLt.h>) && !defined(TESSERA_NO_CUDA)
 #define TESSERA_HAS_CUBLASLT 1
 #include <cublasLt.h>
 #include <cuda_runtime_api.h>
