@@ -95,11 +95,20 @@ def cross_entropy(part, shape, dtype):
     return run if part == "fwd" else backward(run(), (logits,))
 
 
-def adamw(shape):
+def add_norm(kind, shape, dtype):
+    """Two operations in PyTorch: the sum and its norm."""
+    rows, cols = shape
+    x, y = (torch.randn(rows, cols, dtype=dtype) for _ in range(2))
+    w, b = (torch.randn(cols, dtype=dtype) for _ in range(2))
+    if kind == "layer_norm":
+        return lambda: F.layer_norm(x + y, (cols,), w, b, 1e-5)
+    return lambda: F.rms_norm(x + y, (cols,), w, 1e-5)
+
+
+def optimizer_step(make, shape):
     p = torch.randn(shape[0]).requires_grad_()
     p.grad = torch.randn_like(p)
-    optimizer = torch.optim.AdamW([p], lr=1e-4, fused=True)
-    return optimizer.step
+    return make([p]).step
 
 
 def peer_of(name):
@@ -113,6 +122,8 @@ def peer_of(name):
         return attention(part, sizes, dtype)
     if op in ("layer_norm_fwd", "layer_norm_bwd", "rms_norm_fwd", "rms_norm_bwd"):
         return norm(op[:-4], part, sizes, dtype)
+    if op in ("add_layer_norm_fwd", "add_rms_norm_fwd"):
+        return add_norm(op[4:-4], sizes, dtype)
     if op.startswith("gelu_"):
         return unary(lambda x: F.gelu(x, approximate="tanh"), part, sizes, dtype)
     if op.startswith("softmax_"):
@@ -125,16 +136,25 @@ def peer_of(name):
         return embedding(part, sizes, dtype)
     if op in ("cross_entropy_fwd", "cross_entropy_bwd"):
         return cross_entropy(part, sizes, dtype)
-    if op == "adamw_step":
-        return adamw(sizes) if dtype == torch.float32 else None
+    if op in ("adamw_step", "sgd_step"):
+        if dtype != torch.float32:  # ours also writes the bf16 copy that is sent
+            return None
+        return optimizer_step(
+            (lambda p: torch.optim.AdamW(p, lr=1e-4, fused=True)) if op == "adamw_step" else
+            (lambda p: torch.optim.SGD(p, lr=1e-4, momentum=0.9, weight_decay=0.1, fused=True)),
+            sizes)
+    if op == "cast_from_f32":
+        wide = torch.randn(*sizes)
+        return lambda: wide.to(dtype, copy=True)
     simple = {
         "bias_grad": lambda x, y: x.sum(0, dtype=torch.float32),
         "add": lambda x, y: x + y,
         "scale": lambda x, y: x * 0.5,
-        "cast_to_f32": None if dtype == torch.float32 else (lambda x, y: x.float()),
+        "cast_to_f32": lambda x, y: x.to(torch.float32, copy=True),
         "dropout": lambda x, y: F.dropout(x, 0.125),
         "fill_normal": lambda x, y: x.normal_(),
         "sum": lambda x, y: x.sum(dtype=torch.float32),
+        "partial_norm": lambda x, y: torch.linalg.vector_norm(x, dtype=torch.float32),
     }
     function = simple.get(op)
     if function is None:
