@@ -1,5 +1,8 @@
 #include <CLI/CLI.hpp>
+#include <cerrno>
+#include <cmath>
 #include <cstdio>
+#include <cstring>
 
 #include "apps/run_control.h"
 #include "apps/trainer.h"
@@ -11,8 +14,9 @@ namespace tessera::apps {
 namespace {
 
 void print(const std::string& text) {
-  std::fputs(text.c_str(), stdout);
-  std::fflush(stdout);
+  if (std::fwrite(text.data(), 1, text.size(), stdout) != text.size() || std::fflush(stdout) != 0) {
+    throw IoError(fmt::format("standard output: cannot be written: {}", std::strerror(errno)));
+  }
 }
 
 /// The short names of two keys that belong on the command line.
@@ -35,7 +39,8 @@ Config parse_arguments(const std::vector<std::string>& arguments) {
     const std::string argument = full_name(arguments[i]);
     if (argument.starts_with("--")) {
       overrides.push_back(argument);
-      if (argument.find('=') == std::string::npos && i + 1 < arguments.size()) {
+      const bool has_value = argument.find('=') != std::string::npos;
+      if (!has_value && i + 1 < arguments.size() && !arguments[i + 1].starts_with("--")) {
         overrides.push_back(arguments[++i]);
       }
     } else if (path.empty()) {
@@ -95,6 +100,9 @@ int generate_command(const std::vector<std::string>& arguments, dist::World& wor
   std::vector<std::string> reversed(arguments.rbegin(), arguments.rend());  // as CLI11 wants them
   try {
     app.parse(reversed);
+    if (std::isnan(options.sampling.temperature) || std::isnan(options.sampling.top_p)) {
+      throw CLI::ValidationError("--temperature, --top-p", "nan is not a number");
+    }
   } catch (const CLI::CallForHelp&) {
     if (world.rank() == 0) print(app.help());
     return 0;

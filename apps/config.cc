@@ -14,6 +14,8 @@
 #include <sstream>
 
 #include "apps/model_from.h"
+#include "core/runtime/allocator.h"
+#include "kernels/attention/kernel.h"
 
 namespace tessera::apps {
 namespace {
@@ -103,10 +105,21 @@ std::string expected_text(const Field& field) {
   return fmt::format("{} {}", is_integer(field) ? "an integer" : "a number", range_text(field));
 }
 
+/// The same for a value above the range, whose end --help leaves out where nobody comes near it.
+std::string expected_below_text(const Field& field) {
+  if (field.range.high == kInfinity) return fmt::format("a finite number {}", range_text(field));
+  if (field.range.high != kMaxCount) return expected_text(field);
+  return fmt::format("{} and <= {:.0f}", expected_text(field), kMaxCount);
+}
+
+[[noreturn]] void fail_value(const Field& field, const std::string& found, const std::string& where,
+                             const std::string& expected) {
+  throw ConfigError(fmt::format("{}: {} = {}, expected {}", where, field.key, found, expected));
+}
+
 [[noreturn]] void fail_value(const Field& field, const std::string& found,
                              const std::string& where) {
-  throw ConfigError(
-      fmt::format("{}: {} = {}, expected {}", where, field.key, found, expected_text(field)));
+  fail_value(field, found, where, expected_text(field));
 }
 
 void check_range(const Field& field, double value, const std::string& found,
@@ -114,7 +127,8 @@ void check_range(const Field& field, double value, const std::string& found,
   const Range& r = field.range;
   const bool low = r.low_open ? value > r.low : value >= r.low;
   const bool high = r.high_open ? value < r.high : value <= r.high;
-  if (!(low && high)) fail_value(field, found, where);  // NaN fails both
+  if (low && !high) fail_value(field, found, where, expected_below_text(field));
+  if (!low) fail_value(field, found, where);  // NaN fails both
 }
 
 void set_string(const Field& field, const std::string& value, const std::string& where) {
@@ -201,7 +215,11 @@ const Field& find_field(std::span<const Field> fields, std::string_view key,
 void apply_toml(std::span<const Field> fields, const toml::table& table, const std::string& prefix,
                 const std::string& name, Config& config) {
   std::vector<std::string> sections;
-  for (const Field& field : fields) sections.push_back(section_of(field.key));
+  for (const Field& field : fields) {
+    if (std::string section = section_of(field.key); !section.empty()) {
+      sections.push_back(std::move(section));
+    }
+  }
   for (const auto& [toml_key, node] : table) {
     const std::string key = prefix + std::string(toml_key.str());
     const std::string where = fmt::format("{}:{}", name, toml_key.source().begin.line);
@@ -237,7 +255,8 @@ void apply_overrides(std::span<const Field> fields, std::span<const std::string>
     const size_t equals = argument.find('=');
     const std::string key = argument.substr(2, equals == std::string::npos ? equals : equals - 2);
     const Field& field = find_field(fields, key, where);
-    if (equals == std::string::npos && i + 1 == overrides.size()) {
+    if (equals == std::string::npos &&
+        (i + 1 == overrides.size() || overrides[i + 1].starts_with("--"))) {
       throw ConfigError(
           fmt::format("{}: --{} without a value, expected {}", where, key, expected_text(field)));
     }
@@ -265,6 +284,26 @@ void check_ids(const Config& config) {
     } catch (const ConfigError& error) {
       fail_at(config, key, "{} = {}", key, error.what());
     }
+  }
+}
+
+/// Positions and width of a head, after the checks of what its width depends on.
+void check_head(const Config& config) {
+  const ModelConfig& m = config.model;
+  const char* key = m.head_width == 0 ? "model.width" : "model.head_width";
+  const int64_t head_width = m.head_width == 0 ? m.width / m.heads : m.head_width;
+  if (m.kind == "llama" && head_width % 2 != 0) {
+    fail_at(config, key, "head width {}, expected an even one (rotary positions)", head_width);
+  }
+  const bool needs_order = m.kind == "llama" && m.rope_scaling == "llama3";
+  if (needs_order && m.rope_low_freq_factor >= m.rope_high_freq_factor) {
+    fail_at(config, "model.rope_low_freq_factor",
+            "model.rope_low_freq_factor = {}, expected less than model.rope_high_freq_factor = {}",
+            m.rope_low_freq_factor, m.rope_high_freq_factor);
+  }
+  if (head_width > kernels::kMaxAttentionWidth) {
+    fail_at(config, key, "head width {}, expected at most {}", head_width,
+            kernels::kMaxAttentionWidth);
   }
 }
 
@@ -302,16 +341,10 @@ void check_model(const Config& config) {
       fail_at(config, m.bias ? "model.gelu" : "model.bias",
               "model.bias and model.gelu other than true and tanh, which kind bloom has");
     }
-  } else {
-    const int64_t head_width = m.head_width == 0 ? m.width / m.heads : m.head_width;
-    if (head_width % 2 != 0) {
-      fail_at(config, m.head_width == 0 ? "model.width" : "model.head_width",
-              "head width {}, expected an even one (rotary positions)", head_width);
-    }
-    if (m.dropout != 0) {
-      fail_at(config, "model.dropout", "model.dropout = {}, expected 0 for kind llama", m.dropout);
-    }
+  } else if (m.dropout != 0) {
+    fail_at(config, "model.dropout", "model.dropout = {}, expected 0 for kind llama", m.dropout);
   }
+  check_head(config);
 }
 
 void check_data(const Config& config) {
@@ -326,6 +359,27 @@ void check_data(const Config& config) {
   if (!d.tokens.empty() && config.model.vocab == 0) {
     fail_at(config, "data.tokens",
             "data.tokens without a vocabulary, expected model.vocab to be set");
+  }
+  if (d.restart_positions && d.separator < 0) {
+    fail_at(config, "data.restart_positions",
+            "data.restart_positions = true, expected data.separator to be set");
+  }
+  if (config.sample.tokens == 0) return;
+  if (!d.tokens.empty()) {
+    fail_at(config, "sample.tokens",
+            "sample.tokens = {} with data.tokens, expected 0 or data.text, which has a tokenizer",
+            config.sample.tokens);
+  }
+  if (config.sample.prompt.empty()) {
+    fail_at(config, "sample.prompt", "sample.prompt is empty, expected some text");
+  }
+}
+
+void check_memory(const Config& config) {
+  try {
+    parse_nbytes(config.memory.limit);
+  } catch (const ConfigError& error) {
+    fail_at(config, "memory.limit", "memory.limit: {}", error.what());
   }
 }
 
@@ -386,6 +440,7 @@ std::vector<Field> config_fields(Config& c) {
   const Range any{-kInfinity, kInfinity}, fraction{0, 1, false, true};
   const auto from = [](double low) { return Range{low, kMaxCount}; };
   const Range positive{0, kInfinity, true, true}, not_negative{0, kInfinity, false, true};
+  const Range f32_positive{1e-30, 1e30};  // becomes an f32, neither 0 nor infinity
   return {
       {"device", &c.device, any, {"auto", "cpu", "cuda"}, "where to compute"},
 
@@ -422,21 +477,29 @@ std::vector<Field> config_fields(Config& c) {
       {"model.qkv_bias", &c.model.qkv_bias, any, {}, "llama: biases of query, key, value (Qwen2)"},
       {"model.qk_norm", &c.model.qk_norm, any, {}, "llama: norms of query and key (Qwen3)"},
       {"model.gelu", &c.model.gelu, any, {"tanh", "exact"}, "gpt2: form of the GELU"},
-      {"model.rope_theta", &c.model.rope_theta, positive, {}, "llama: base of rotary angles"},
+      {"model.rope_theta", &c.model.rope_theta, f32_positive, {}, "llama: base of rotary angles"},
       {"model.rope_scaling",
        &c.model.rope_scaling,
        any,
        {"none", "linear", "llama3"},
        "llama: how rotary frequencies are stretched for a longer context"},
-      {"model.rope_factor", &c.model.rope_factor, positive, {}, "by which they are divided"},
-      {"model.rope_low_freq_factor", &c.model.rope_low_freq_factor, positive, {}, "llama3 only"},
-      {"model.rope_high_freq_factor", &c.model.rope_high_freq_factor, positive, {}, "llama3 only"},
+      {"model.rope_factor", &c.model.rope_factor, f32_positive, {}, "by which they are divided"},
+      {"model.rope_low_freq_factor",
+       &c.model.rope_low_freq_factor,
+       f32_positive,
+       {},
+       "llama3 only"},
+      {"model.rope_high_freq_factor",
+       &c.model.rope_high_freq_factor,
+       f32_positive,
+       {},
+       "llama3 only"},
       {"model.rope_original_context",
        &c.model.rope_original_context,
        from(1),
        {},
        "llama3: the context before"},
-      {"model.norm_eps", &c.model.norm_eps, positive, {}, "epsilon of the norms"},
+      {"model.norm_eps", &c.model.norm_eps, f32_positive, {}, "epsilon of the norms"},
       {"model.bos_ids",
        &c.model.bos_ids,
        any,
@@ -734,7 +797,11 @@ std::vector<Field> config_fields(Config& c) {
        "who multiplies matrices on CUDA: cuBLASLt where it is installed, this project's kernel, or "
        "cuBLASLt and an error without it"},
 
-      {"dist.timeout", &c.dist.timeout, positive, {}, "seconds until a collective counts as hung"},
+      {"dist.timeout",
+       &c.dist.timeout,
+       {0.001, 1e9},
+       {},
+       "seconds until a collective counts as hung"},
       {"dist.nccl_reduce",
        &c.dist.nccl_reduce,
        any,
@@ -770,6 +837,7 @@ void check_config(const Config& config) {
   check_model(config);
   check_data(config);
   check_schedule(config);
+  check_memory(config);
   check_rounding(config);
 }
 

@@ -82,6 +82,10 @@ void take_model_from(Config& config) {
                                   fields[i].key, text_of(given[i]), text_of(fields[i]),
                                   file.path()));
   }
+  for (const Field& field : fields) {
+    if (!field.key.starts_with("model.")) continue;
+    config.origins.try_emplace(std::string(field.key), file.path());
+  }
   config.model = taken.model;
 }
 

@@ -123,6 +123,12 @@ SavedModel load_model(const std::string& dir) {
   const int64_t vocab_size = saved.config.model.vocab != 0 ? saved.config.model.vocab
                              : saved.tokenizer != nullptr  ? saved.tokenizer->vocab_size()
                                                            : 0;
+  if (vocab_size == 0) {
+    throw InputError(
+        fmt::format("{}/tokenizer.json: No such file or directory, expected the tokenizer that "
+                    "gives model.vocab = 0 its meaning",
+                    home));
+  }
   saved.model = make_model(saved.config.model, vocab_size);
   const auto parameters = saved.model->named_parameters();
   for (const nn::NamedParameter& p : parameters) {

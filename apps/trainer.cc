@@ -80,6 +80,7 @@ class Trainer {
   TrainResult run();
 
  private:
+  void check_tokens() const;
   void count_batches();
   void describe();
   void resume();
@@ -147,15 +148,14 @@ Trainer::Trainer(const Config& config, dist::World& world, Checkpointing& checkp
       guard_(config.guard) {
   world_.control().verdict([&] {
     data_ = load_data(config_);
+    check_tokens();
     const SampleOptions options = sample_options(config_, data_.vocab_size);
     samples_.emplace(data_.train, options);
     eval_samples_.emplace(data_.val, options);
     count_batches();
-  });
-  {
-    nn::DeferredInit deferred;
+    const nn::DeferredInit deferred;
     model_ = make_model(config_.model, data_.vocab_size);
-  }
+  });
   model_->set_recompute(recompute_policy(config_.recompute));
   fsdp_ = dist::fully_shard(*model_, world_, fsdp_options(config_));
   initialize_parameters();
@@ -203,6 +203,16 @@ void Trainer::resume() {
     describe();
     for (const std::string& line : early_lines_) log_->print(line);
   }
+}
+
+/// What the configuration says of tokens, before the first step instead of after the last.
+void Trainer::check_tokens() const {
+  if (config_.data.separator >= data_.vocab_size) {
+    throw ConfigError(
+        fmt::format("{}: data.separator = {}, expected a token below the vocabulary's size {}",
+                    config_.origin("data.separator"), config_.data.separator, data_.vocab_size));
+  }
+  if (config_.sample.tokens > 0) data_.tokenizer->encode(config_.sample.prompt);
 }
 
 void Trainer::count_batches() {
@@ -528,7 +538,7 @@ void Trainer::end_run() {
 }
 
 void Trainer::print_sample() {
-  if (config_.sample.tokens == 0 || data_.tokenizer == nullptr) return;
+  if (config_.sample.tokens == 0) return;
   nn::GenerateOptions options;
   options.num_tokens = config_.sample.tokens;
   options.sampling = {.temperature = config_.sample.temperature,

@@ -601,9 +601,11 @@ class MpiBackend final : public WorldBackend {
     TESSERA_MPI_CHECK(MPI_Comm_size(comm, &place_.world_size));
     place_.is_launched = true;
     find_place_on_node();
-    watchdog_ = std::make_shared<Watchdog>(kDefaultTimeout, [](const std::string&) {
+    watchdog_ = std::make_shared<Watchdog>(kDefaultTimeout, [end = end_](const std::string&) {
       // Time for the watchdogs of the other processes, which are about as late, to say their part.
       std::this_thread::sleep_for(std::chrono::seconds(1));
+      const std::lock_guard lock(end->mutex);
+      if (end->is_finalized) return;  // it came through after all, and so did all that followed
       MPI_Abort(MPI_COMM_WORLD, CommError("").exit_status());
     });
     base_ = std::make_shared<MpiTransport>(comm, place_.rank, place_.world_size, domain_);
@@ -618,6 +620,10 @@ class MpiBackend final : public WorldBackend {
     if (domain_->is_aborted()) return;
     // Asleep, and under the watchdog, until all ranks are done: finalizing spins.
     Control(base_, watchdog_->make_log(place_.rank)).barrier();
+    {
+      const std::lock_guard lock(end_->mutex);  // MPI may not be aborted any more
+      end_->is_finalized = true;
+    }
     domain_->free_comms();
     MPI_Finalize();
   }
@@ -687,7 +693,13 @@ class MpiBackend final : public WorldBackend {
     place_.num_sharing = std::max(1, place_.num_sharing);
   }
 
+  struct End {
+    std::mutex mutex;
+    bool is_finalized = false;
+  };
+
   const std::shared_ptr<MpiDomain> domain_;
+  const std::shared_ptr<End> end_ = std::make_shared<End>();  // the watchdog may outlive this
 };
 
 }  // namespace

@@ -51,7 +51,7 @@ class Scheduler::RootHook final : public nn::ModuleHook {
 
 Scheduler::Scheduler(nn::Module& root, World& world, FsdpOptions options)
     : world_(world), options_(std::move(options)), root_(&root) {
-  resolve_options();
+  world.control().verdict([this] { resolve_options(); });  // all ranks find the same
   make_lanes();
   make_units(root);
   make_pools();

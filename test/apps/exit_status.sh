@@ -59,19 +59,30 @@ for words in "${launches[@]}"; do
     expect 2 "$no_cuda" "$train" "$config" "${common[@]}" --data.text="$dir/text" --device=cuda
     expect 2 "$no_cuda" "$generate" --checkpoint "$dir/none" --device cuda
     auto_says="step 2/2"  # a build without CUDA has nothing to say
-    "$train" "$config" "${common[@]}" --data.text="$dir/text" --device=cuda 2>&1 |
-      grep -q "this build has no CUDA" ||
-      auto_says="device: cpu, since "
+    said=$("$train" "$config" "${common[@]}" --data.text="$dir/text" --device=cuda 2>&1)
+    grep -q "this build has no CUDA" <<<"$said" || auto_says="device: cpu, since "
     expect 0 "$auto_says" "$train" "$config" "${common[@]}" --data.text="$dir/text" --device=auto
   fi
+  expect 2 "fsdp.reshard_after_forward: 64, expected true, false or a divisor" \
+    "$train" "$config" "${common[@]}" --data.text="$dir/text" --fsdp.reshard_after_forward=64
+  expect 2 "--checkpoint.resume without a value, expected a string" \
+    "$train" "$config" "${common[@]}" --data.text="$dir/text" --resume --train.seed=2
   expect 0 "line" "$generate" --checkpoint "$dir/out" --prompt line --tokens 0
+  expect 2 "--temperature, --top-p: nan is not a number" \
+    "$generate" --checkpoint "$dir/out" --temperature nan
   expect 2 "--checkpoint is required" "$generate"
   expect 2 "config.toml: cannot be read" "$generate" --checkpoint "$dir/none"
   expect 0 "tessera-train [CONFIG.toml] [--section.key=value ...]" "$train" --help
 done
 
-# Every configuration that we ship is accepted and trains.
 launch=()
+if [ -e /dev/full ]; then
+  full() { "$@" >/dev/full; }
+  expect 7 "standard output: cannot be written: No space left on device" \
+    full "$generate" --checkpoint "$dir/out" --prompt line --tokens 1
+fi
+
+# Every configuration that we ship is accepted and trains.
 for file in "$root"/configs/*.toml; do
   data=(--data.text="$dir/text")
   small=(--model.layers=1 --model.width=24 --model.context=16 --train.global_batch=0)

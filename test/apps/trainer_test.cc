@@ -1,7 +1,9 @@
 #include "apps/trainer.h"
 
 #include <cmath>
+#include <filesystem>
 #include <map>
+#include <mutex>
 #include <nlohmann/json.hpp>
 #include <sstream>
 
@@ -361,6 +363,34 @@ TEST_CASE("trainer: data that is too short is refused with counts, on every rank
   }
 }
 
+TEST_CASE("trainer: what cannot go well at the end is refused at the start", "[trainer]") {
+  const std::pair<std::vector<std::string>, const char*> cases[] = {
+      {{"--data.tokenizer=char", "--sample.tokens=3", "--sample.prompt=%"},
+       "tokenizer: character '%' at byte 0 is not in the vocabulary of 25"},
+      {{"--data.separator=256"},
+       "command line: data.separator = 256, expected a token below the vocabulary's size 256"},
+      {{"--fsdp.reshard_after_forward=3"},
+       "fsdp.reshard_after_forward: 3, expected true, false or a divisor of the shard group's 2 "
+       "ranks"},
+  };
+  for (const auto& [extra, expected] : cases) {
+    const TempDir dir;
+    const Config config = small_config(dir, extra);
+    // Every rank has the whole message: it is a verdict, which one of them reports.
+    std::mutex mutex;
+    std::vector<std::string> messages;
+    dist::run_ranks(2, [&](dist::World& world) {
+      const std::string message = error_of([&] { train(config, world); });
+      const std::lock_guard lock(mutex);
+      messages.push_back(message);
+    });
+    REQUIRE(messages.size() == 2);
+    for (const std::string& message : messages) CHECK(message.find(expected) == 0);
+    CHECK(read_file(dir / "out/status.json").find("\"step\":0") != std::string::npos);
+    CHECK_FALSE(std::filesystem::exists(dir / "out/model.safetensors"));
+  }
+}
+
 TEST_CASE("trainer: a loss that is not finite ends the run and is reported", "[trainer]") {
   const TempDir dir;
   const Config config = small_config(
@@ -395,4 +425,9 @@ TEST_CASE("trainer: a saved model that does not fit is named", "[trainer]") {
   CHECK(error_of([&] { load_model(dir / "out"); }).find("no tensor blocks.2.") !=
         std::string::npos);
   CHECK_THROWS_AS(load_model(dir / "none"), ConfigError);
+  std::filesystem::remove(dir / "out/tokenizer.json");
+  CHECK(error_of([&] { load_model(dir / "out"); }) ==
+        dir /
+            "out/tokenizer.json: No such file or directory, expected the tokenizer that gives "
+            "model.vocab = 0 its meaning");
 }
