@@ -89,7 +89,8 @@ class Fsdp {
   int num_units() const;
   /// The unit whose parameters a call of `module` needs, for `print_tree`; empty if none.
   std::string unit_of(const nn::Module& module) const;
-  /// "26 units (24 blocks of 7.1 M, ...), full_shard over 4 ranks, slots 2 x 27.1 MiB, ...".
+  /// "4 units, 0.12 M parameters, the largest unit 0.05 M; full_shard over 2 ranks (shard group 2,
+  /// replicas 1); slots 2 x 194.0 KiB, ...".
   std::string summary() const;
   /// The gathers, releases and reduces issued since the last end_step, one a line.
   std::string program() const;
@@ -108,8 +109,8 @@ class Fsdp {
 /// Shards `root`: its parameters become views into memory that exists while a unit is gathered,
 /// and calls of its modules gather, release and reduce. Parameters may be deferred
 /// (nn::DeferredInit; then call `initialize` or load) or have values, of which each rank keeps its
-/// part. `requires_grad` of a parameter is fixed from here on. Collective over `world`. Errors
-/// ConfigError naming the setting for options that contradict each other
+/// part. `requires_grad` of a parameter is fixed from here on. Collective over `world`.
+/// Errors   ConfigError naming the setting, on all ranks, for options that contradict each other
 std::unique_ptr<Fsdp> fully_shard(nn::Module& root, World& world, const FsdpOptions& options = {});
 
 }  // namespace tessera::dist

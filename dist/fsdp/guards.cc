@@ -21,6 +21,18 @@ std::vector<uint32_t> versions_of(Unit& unit) {
   return versions;
 }
 
+/// The group's gradients of this micro-batch to those that no_sync keeps.
+kernels::Copy from_slot(const Group& g, bool accumulate) {
+  return {g.unreduced.raw_data(),
+          g.full_grad->data(),
+          kF32,
+          g.grad_dtype,
+          {g.layout.numel},
+          {1},
+          {1},
+          accumulate};
+}
+
 }  // namespace
 
 // ---- unshard
@@ -135,14 +147,7 @@ void Unit::keep_gradients() {
       MemoryScope scope(MemoryClass::kGradients);
       g.unreduced = empty({g.layout.numel}, kF32);
     }
-    kernels::copy(lanes_.compute, {g.unreduced.raw_data(),
-                                   g.full_grad->data(),
-                                   kF32,
-                                   g.grad_dtype,
-                                   {g.layout.numel},
-                                   {1},
-                                   {1},
-                                   has_unreduced_});
+    kernels::copy(lanes_.compute, from_slot(g, has_unreduced_));
   }
   has_unreduced_ = true;
   discard_gradients();
@@ -154,14 +159,7 @@ void Unit::add_kept_gradients() {
   for (Group& g : groups_) {
     if (!g.layout.is_trainable) continue;
     // The sum in f32, rounded once to what travels.
-    kernels::copy(lanes_.compute, {g.unreduced.raw_data(),
-                                   g.full_grad->data(),
-                                   kF32,
-                                   g.grad_dtype,
-                                   {g.layout.numel},
-                                   {1},
-                                   {1},
-                                   true});
+    kernels::copy(lanes_.compute, from_slot(g, true));
     kernels::copy(lanes_.compute, {g.full_grad->data(),
                                    g.unreduced.raw_data(),
                                    g.grad_dtype,

@@ -18,7 +18,7 @@ class Unit;
 /// enclose forwards and backwards and each other; a guard that writes encloses none.
 ///
 ///   UnshardGuard unshard(*fsdp, "blocks.3");
-///   std::vector<double> w = model.blocks[3]->mlp.up.weight.tensor.to_vector();
+///   std::vector<double> w = model.parameter("blocks.3.mlp.up.weight").tensor.to_vector();
 class UnshardGuard {
  public:
   enum class Access : unsigned char { kRead, kWrite };

@@ -79,8 +79,8 @@ struct FsdpOptions {
   /// Elements of a shard that the device holds at once of what is in host memory, three times; a
   /// multiple of 256.
   int64_t offload_window = int64_t{1} << 20;
-  /// The same bits at any power of two of ranks, as long as micro-batches are dealt in the order of
-  /// [Note: One tree over a step]; needs sync_every_micro_batch true (then the default).
+  /// The same bits at any power of two of ranks up to 64, as long as micro-batches are dealt in the
+  /// order of [Note: One tree over a step]; needs sync_every_micro_batch true (then the default).
   bool reproducible = false;
   /// Full names of parameters that are left alone: not sharded, not reduced, not optimized. A
   /// deferred one gets its bytes, and its values by `initialize`, on every rank.

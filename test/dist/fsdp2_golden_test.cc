@@ -30,12 +30,7 @@ Curve train(dist::World& world, const Golden& golden, const Fsdp2Run& run,
   fsdp_options.precision.param_dtype = run.param_dtype;
   fsdp_options.precision.reduce_dtype = kF32;
   auto fsdp = dist::fully_shard(*model, world, fsdp_options);
-  optim::AdamWOptions options;
-  options.beta1 = golden.beta1;
-  options.beta2 = golden.beta2;
-  options.eps = golden.eps;
-  options.weight_decay = static_cast<float>(golden.weight_decay);
-  optim::AdamW adamw(fsdp->shards(), options);
+  optim::AdamW adamw(fsdp->shards(), golden.adamw_options());
   const int64_t rows = golden.batch / world.world_size() / run.grad_accum_steps;
   Curve curve;
   for (size_t i = 0; i < run.loss.size(); ++i) {

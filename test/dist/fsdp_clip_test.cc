@@ -15,12 +15,10 @@ using testing::check_near;
 using testing::check_same;
 using testing::FsdpResult;
 using testing::FsdpRun;
+using testing::kStrategies;
 using testing::run_fsdp_on_threads;
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
-constexpr Strategy kStrategies[] = {Strategy::kFullShard,   Strategy::kShardGradOp,
-                                    Strategy::kShardOptim,  Strategy::kNoShard,
-                                    Strategy::kHybridShard, Strategy::kHybridShardZero2};
 
 /// Vectors of the given lengths; the loss is sum_i coefficients_i . w_i, so the gradients are the
 /// coefficients.

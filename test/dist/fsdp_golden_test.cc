@@ -26,12 +26,7 @@ Curve train(dist::World& world, const Golden& golden, dist::Strategy strategy) {
   dist::FsdpOptions fsdp_options;
   fsdp_options.strategy = strategy;
   auto fsdp = dist::fully_shard(*model, world, fsdp_options);
-  optim::AdamWOptions options;
-  options.beta1 = golden.beta1;
-  options.beta2 = golden.beta2;
-  options.eps = golden.eps;
-  options.weight_decay = static_cast<float>(golden.weight_decay);
-  optim::AdamW adamw(fsdp->shards(), options);
+  optim::AdamW adamw(fsdp->shards(), golden.adamw_options());
   const int64_t rows = golden.batch / world.world_size();
   Curve curve;
   for (int64_t step = 0; step < golden.num_steps; ++step) {

@@ -28,11 +28,8 @@ using testing::count_lines;
 using testing::error_of;
 using testing::FsdpResult;
 using testing::FsdpRun;
+using testing::kStrategies;
 using testing::run_fsdp_on_threads;
-
-constexpr Strategy kStrategies[] = {Strategy::kFullShard,   Strategy::kShardGradOp,
-                                    Strategy::kShardOptim,  Strategy::kNoShard,
-                                    Strategy::kHybridShard, Strategy::kHybridShardZero2};
 
 FsdpOptions options_of(Strategy strategy, int world_size) {
   FsdpOptions options;
@@ -40,6 +37,21 @@ FsdpOptions options_of(Strategy strategy, int world_size) {
   if (strategy >= Strategy::kHybridShard) options.shard_size = world_size == 4 ? 2 : 1;
   return options;
 }
+
+/// The tiny model with its initial values.
+struct Sharded {
+  std::unique_ptr<nn::Llama> model;
+  std::unique_ptr<Fsdp> fsdp;
+
+  Sharded(World& world, const FsdpOptions& options) {
+    {
+      nn::DeferredInit deferred;
+      model = std::make_unique<nn::Llama>(FsdpRun::tiny_llama());
+    }
+    fsdp = fully_shard(*model, world, options);
+    fsdp->initialize(7);
+  }
+};
 
 std::map<std::string, std::vector<double>> masters_of(Fsdp& fsdp) {
   std::map<std::string, std::vector<double>> values;
@@ -69,18 +81,13 @@ TEST_CASE("unshard: shows full parameters on every rank and leaves the unit shar
       for (const Strategy strategy : kStrategies) {
         INFO(name_of(strategy) << " world " << world_size << " " << name_of(dtype));
         REQUIRE_NOTHROW(run_ranks(world_size, [&](World& world) {
-          std::unique_ptr<nn::Llama> model;
-          {
-            nn::DeferredInit deferred;
-            model = std::make_unique<nn::Llama>(FsdpRun::tiny_llama());
-          }
           FsdpOptions options = options_of(strategy, world_size);
           options.precision.param_dtype = dtype;
-          const auto fsdp = fully_shard(*model, world, options);
-          fsdp->initialize(7);
+          const Sharded sharded(world, options);
+          const auto& [model, fsdp] = sharded;
           const auto masters = masters_of(*fsdp);
           const auto check = [&](const std::string& name) {
-            const Tensor& tensor = model->parameter(name).tensor;
+            const Tensor& tensor = sharded.model->parameter(name).tensor;
             const std::vector<double> shown = tensor.to_vector();
             const std::vector<double>& expected = masters.at(name);
             expect(shown.size() == expected.size(), name + " has all its elements");
@@ -115,13 +122,8 @@ TEST_CASE("unshard: shows full parameters on every rank and leaves the unit shar
 
 /// Writes one parameter in a guard: masters and gathers have it, and nothing else has changed.
 void write_in_guard(World& world, const FsdpOptions& options) {
-  std::unique_ptr<nn::Llama> model;
-  {
-    nn::DeferredInit deferred;
-    model = std::make_unique<nn::Llama>(FsdpRun::tiny_llama());
-  }
-  const auto fsdp = fully_shard(*model, world, options);
-  fsdp->initialize(7);
+  const Sharded sharded(world, options);
+  const auto& [model, fsdp] = sharded;
   auto expected = masters_of(*fsdp);
   std::string written;
   {

@@ -19,6 +19,10 @@
 
 namespace tessera::testing {
 
+inline constexpr dist::Strategy kStrategies[] = {
+    dist::Strategy::kFullShard, dist::Strategy::kShardGradOp, dist::Strategy::kShardOptim,
+    dist::Strategy::kNoShard,   dist::Strategy::kHybridShard, dist::Strategy::kHybridShardZero2};
+
 struct FsdpRun {
   dist::FsdpOptions fsdp;
   nn::LlamaConfig model = tiny_llama();

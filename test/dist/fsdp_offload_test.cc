@@ -21,11 +21,9 @@ using testing::check_near;
 using testing::check_same;
 using testing::FsdpResult;
 using testing::FsdpRun;
+using testing::kStrategies;
 using testing::run_fsdp_on_threads;
 
-constexpr Strategy kStrategies[] = {Strategy::kFullShard,   Strategy::kShardGradOp,
-                                    Strategy::kShardOptim,  Strategy::kNoShard,
-                                    Strategy::kHybridShard, Strategy::kHybridShardZero2};
 constexpr Offload kOffloads[] = {Offload::kOptimizer, Offload::kParamsAndOptimizer};
 
 dist::FsdpOptions options_of(Strategy strategy, int world, Offload offload) {

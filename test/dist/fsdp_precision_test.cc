@@ -26,12 +26,10 @@ using testing::check_same;
 using testing::error_of;
 using testing::FsdpResult;
 using testing::FsdpRun;
+using testing::kStrategies;
 using testing::run_fsdp_on_threads;
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
-constexpr Strategy kStrategies[] = {Strategy::kFullShard,   Strategy::kShardGradOp,
-                                    Strategy::kShardOptim,  Strategy::kNoShard,
-                                    Strategy::kHybridShard, Strategy::kHybridShardZero2};
 
 dist::FsdpOptions options_of(Strategy strategy, int world, dist::PrecisionOptions precision = {}) {
   dist::FsdpOptions options;

@@ -11,11 +11,8 @@ using testing::check_near;
 using testing::check_same;
 using testing::FsdpResult;
 using testing::FsdpRun;
+using testing::kStrategies;
 using testing::run_fsdp_on_threads;
-
-constexpr Strategy kStrategies[] = {Strategy::kFullShard,   Strategy::kShardGradOp,
-                                    Strategy::kShardOptim,  Strategy::kNoShard,
-                                    Strategy::kHybridShard, Strategy::kHybridShardZero2};
 
 TEST_CASE("fsdp: every strategy gives the same bits at one world size", "[fsdp]") {
   for (const int world : {1, 2, 4}) {
