@@ -10,10 +10,9 @@
 #include <nlohmann/json.hpp>
 
 #include "apps/bench.h"
-#include "core/log.h"
+#include "apps/program.h"
 #include "core/profiler.h"
 #include "core/runtime/context.h"
-#include "core/runtime/cpu_check.h"
 #include "core/tensor.h"
 #include "dist/comm/local.h"
 #if TESSERA_MPI
@@ -294,11 +293,5 @@ int run(int argc, char** argv) {
 }  // namespace tessera::apps
 
 int main(int argc, char** argv) {
-  tessera::check_processor();
-  try {
-    return tessera::apps::run(argc, argv);
-  } catch (const tessera::Error& error) {
-    tessera::log_error("{}", error.what());
-    return error.exit_status();
-  }
+  return tessera::apps::run_program([&] { return tessera::apps::run(argc, argv); });
 }

@@ -14,13 +14,12 @@
 #include <nlohmann/json.hpp>
 #include <set>
 
-#include "core/autograd.h"
+#include "apps/bench_training.h"
+#include "apps/program.h"
 #include "core/profiler.h"
-#include "core/runtime/cpu_check.h"
 #include "dist/comm/local.h"
 #include "dist/fsdp/fully_shard.h"
 #include "nn/llama.h"
-#include "optim/adamw.h"
 
 namespace tessera::apps {
 namespace {
@@ -44,55 +43,16 @@ nn::LlamaConfig llama(int64_t layers, int64_t width, int64_t context) {
   return c;
 }
 
-/// The model of one rank and its training, on the same random tokens in each step.
-class Training {
- public:
-  Training(dist::World& world, const Workload& work) : world_(world), work_(work) {
-    {
-      nn::DeferredInit deferred;
-      model_ = std::make_unique<nn::Llama>(work.model);
-    }
-    fsdp_ = dist::fully_shard(*model_, world, work.fsdp);
-    fsdp_->initialize(1);
-    optimizer_ = std::make_unique<optim::AdamW>(fsdp_->shards(), optim::AdamWOptions{});
-    const int64_t B = work.micro_batch, T = work.model.context_length;
-    std::vector<int32_t> ids, targets;
-    for (int64_t i = 0; i < B * T; ++i) {
-      const int64_t token = (i * i + 7 * world.rank()) % work.model.vocab_size;
-      ids.push_back(static_cast<int32_t>(token));
-      targets.push_back(static_cast<int32_t>((token + 1) % work.model.vocab_size));
-    }
-    ids_BT_ = from_values(std::span<const int32_t>(ids), {B, T});
-    targets_BT_ = from_values(std::span<const int32_t>(targets), {B, T});
-    scale_ = full({}, 1.0 / static_cast<double>(B * T * world.world_size()));
+constexpr float kLr = 1e-3f;
+
+BenchTraining start(dist::World& world, const Workload& work) {
+  std::unique_ptr<nn::LanguageModel> model;
+  {
+    const nn::DeferredInit deferred;
+    model = std::make_unique<nn::Llama>(work.model);
   }
-
-  /// This rank's part of the loss, which the device computes yet.
-  Tensor step() {
-    const LossSum loss = model_->loss(ids_BT_, targets_BT_, {}, {.grad_scale = scale_});
-    backward(loss.sum, scale_);
-    const dist::ClippedNorm clip = fsdp_->clip_grad_norm(1.0);
-    optimizer_->step(1e-3f, clip.factor, clip.found_inf);
-    fsdp_->end_step();
-    return loss.sum.detach();
-  }
-
-  /// All ranks are done with what was submitted.
-  void finish() {
-    Context::current()->compute().synchronize();
-    world_.control().barrier();
-  }
-
-  const dist::Fsdp& fsdp() const { return *fsdp_; }
-
- private:
-  dist::World& world_;
-  Workload work_;
-  std::unique_ptr<nn::Llama> model_;
-  std::unique_ptr<dist::Fsdp> fsdp_;
-  std::unique_ptr<optim::AdamW> optimizer_;
-  Tensor ids_BT_, targets_BT_, scale_;
-};
+  return BenchTraining(world, std::move(model), work.fsdp, work.micro_batch);
+}
 
 dist::LocalOptions local_options() {
   dist::LocalOptions options;
@@ -189,8 +149,8 @@ Exposure measure_overlap(int prefetch, int num_ranks, const Network& network, in
   std::mutex mutex;
   std::vector<double> step_ms, exposed_ms, compute_ms;
   dist::run_ranks(num_ranks, options, [&](dist::World& world) {
-    Training training(world, work);
-    training.step();
+    BenchTraining training = start(world, work);
+    training.step(kLr);
     training.finish();
     {
       std::lock_guard lock(mutex);
@@ -201,7 +161,7 @@ Exposure measure_overlap(int prefetch, int num_ranks, const Network& network, in
       if (world.rank() == 0) profiler::start();
       world.control().barrier();
       const int64_t begin = profiler::now_ns();
-      training.step();
+      training.step(kLr);
       training.finish();
       if (world.rank() == 0) {
         step_ms.push_back(ms(profiler::now_ns() - begin));
@@ -268,12 +228,12 @@ BatchRun try_batch(Workload work, int64_t micro_batch, int64_t limit, int num_ra
   BatchRun result;
   try {
     dist::run_ranks(num_ranks, options, [&](dist::World& world) {
-      Training training(world, work);
-      const double first = training.step().item();
-      double last = training.step().item();
+      BenchTraining training = start(world, work);
+      const double first = training.step(kLr).item();
+      double last = training.step(kLr).item();
       training.finish();
       const int64_t begin = profiler::now_ns();
-      for (int i = 0; i < steps; ++i) last = training.step().item();
+      for (int i = 0; i < steps; ++i) last = training.step(kLr).item();
       training.finish();
       if (world.rank() != 0) return;
       const auto tokens = static_cast<double>(micro_batch * work.model.context_length);
@@ -395,8 +355,8 @@ bool bench_memory(bool as_json) {
         if (is_hybrid) work.fsdp.shard_size = shard_size;
         double actual = 0;
         dist::run_ranks(world_size, local_options(), [&](dist::World& world) {
-          Training training(world, work);
-          training.step();
+          BenchTraining training = start(world, work);
+          training.step(kLr);
           training.finish();
           if (world.rank() != 0) return;
           const auto by_class = Context::current()->allocator()->stats().allocated_by_class;
@@ -456,6 +416,5 @@ int run(int argc, char** argv) {
 }  // namespace tessera::apps
 
 int main(int argc, char** argv) {
-  tessera::check_processor();
-  return tessera::apps::run(argc, argv);
+  return tessera::apps::run_program([&] { return tessera::apps::run(argc, argv); });
 }

@@ -8,10 +8,9 @@
 #include <nlohmann/json.hpp>
 
 #include "apps/bench.h"
+#include "apps/program.h"
 #include "core/autograd.h"
-#include "core/log.h"
 #include "core/profiler.h"
-#include "core/runtime/cpu_check.h"
 #include "dist/comm/local.h"
 #include "dist/fsdp/fully_shard.h"
 #include "kernels/elementwise/elementwise.h"
@@ -166,11 +165,5 @@ int run(int argc, char** argv) {
 }  // namespace tessera::apps
 
 int main(int argc, char** argv) {
-  tessera::check_processor();
-  try {
-    return tessera::apps::run(argc, argv);
-  } catch (const tessera::Error& error) {
-    tessera::log_error("{}", error.what());
-    return error.exit_status();
-  }
+  return tessera::apps::run_program([&] { return tessera::apps::run(argc, argv); });
 }

@@ -8,10 +8,9 @@
 #include <nlohmann/json.hpp>
 
 #include "apps/bench.h"
+#include "apps/program.h"
 #include "core/elementary/kernel.h"
-#include "core/log.h"
 #include "core/runtime/context.h"
-#include "core/runtime/cpu_check.h"
 #include "core/tensor.h"
 #include "kernels/attention/cudnn.h"
 #include "kernels/attention/kernel.h"
@@ -55,8 +54,8 @@ const std::vector<Shapes>& all_shapes() {
 
 struct Options {
   std::string filter;
-  bool asks = false;  // after each timing, on standard input, whether to time the kernel again
   bool as_json = false;
+  bool asks = false;  // after each timing, on standard input, whether to time the kernel again
   int runs = 20;
   /// Who computes on CUDA; `auto` is this project's kernels and beside them the library, where it
   /// is installed.
@@ -496,10 +495,10 @@ int run(int argc, char** argv) {
   app.add_option("--gemm", options.gemm,
                  "on cuda: own, cublaslt, or auto: both where cuBLASLt is installed")
       ->check(CLI::IsMember({"auto", "own", "cublaslt"}));
+  app.add_flag("--json", options.as_json, "one object a line instead of a table");
   app.add_flag("--ask", options.asks,
                "after each timing read a line: `again RUNS` times the kernel once more, `next` "
                "goes on (for comparisons that take turns, as apps/compare/ops.py does)");
-  app.add_flag("--json", options.as_json, "one object a line instead of a table");
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
@@ -521,11 +520,5 @@ int run(int argc, char** argv) {
 }  // namespace tessera::apps
 
 int main(int argc, char** argv) {
-  tessera::check_processor();
-  try {
-    return tessera::apps::run(argc, argv);
-  } catch (const tessera::Error& error) {
-    tessera::log_error("{}", error.what());
-    return error.exit_status();
-  }
+  return tessera::apps::run_program([&] { return tessera::apps::run(argc, argv); });
 }

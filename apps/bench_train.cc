@@ -28,21 +28,18 @@
 #include <set>
 
 #include "apps/bench.h"
+#include "apps/bench_training.h"
 #include "apps/gemm_sequence.h"
 #include "apps/options.h"
+#include "apps/program.h"
 #include "apps/step_cost.h"
-#include "core/autograd.h"
-#include "core/log.h"
 #include "core/profiler.h"
-#include "core/random.h"
 #include "core/runtime/context.h"
-#include "core/runtime/cpu_check.h"
 #include "dist/comm/local.h"
 #include "dist/fsdp/fully_shard.h"
 #include "kernels/matmul/cublaslt.h"
 #include "nn/gpt2.h"
 #include "nn/llama.h"
-#include "optim/adamw.h"
 
 namespace tessera::apps {
 namespace {
@@ -76,55 +73,19 @@ nn::RecomputePolicy recompute_from_name(const std::string& name) {
   return {name == "full" ? Kind::kFull : name == "selective" ? Kind::kSelective : Kind::kNone, 1};
 }
 
-/// One rank's model and its step on fixed random tokens.
-class Training {
- public:
-  Training(dist::World& world, const Options& o) : world_(world), model_(make_model(o)) {
-    model_->set_recompute(recompute_from_name(o.recompute));
-    dist::FsdpOptions fsdp;
-    fsdp.strategy = dist::strategy_from_name(o.strategy);
-    fsdp.precision.param_dtype = dtype_from_name(o.dtype);
-    // A gradient in f32 costs a bf16 product nothing and saves a cast of it.
-    if (fsdp.precision.param_dtype != kF32) fsdp.precision.reduce_dtype = kF32;
-    fsdp.prefetch_forward = fsdp.prefetch_backward = o.prefetch;
-    fsdp_ = dist::fully_shard(*model_, world, fsdp);
-    fsdp_->initialize(1);
-    optimizer_ = std::make_unique<optim::AdamW>(fsdp_->shards(), optim::AdamWOptions{});
-    std::vector<int32_t> ids, targets;
-    for (int64_t i = 0; i < o.micro_batch * o.context; ++i) {
-      const uint64_t word = hash_name(fmt::format("{} {}", world.rank(), i));
-      ids.push_back(static_cast<int32_t>(word % static_cast<uint64_t>(o.vocab)));
-      targets.push_back(static_cast<int32_t>((word >> 32) % static_cast<uint64_t>(o.vocab)));
-    }
-    ids_BT_ = from_values(std::span<const int32_t>(ids), {o.micro_batch, o.context});
-    targets_BT_ = from_values(std::span<const int32_t>(targets), {o.micro_batch, o.context});
-    scale_ =
-        full({}, 1.0 / static_cast<double>(ids.size() * static_cast<size_t>(world.world_size())));
-  }
+constexpr float kLr = 1e-4f;
 
-  void step() {
-    const LossSum loss = model_->loss(ids_BT_, targets_BT_, {}, {.grad_scale = scale_});
-    backward(loss.sum, scale_);
-    const dist::ClippedNorm clip = fsdp_->clip_grad_norm(1.0);
-    optimizer_->step(1e-4f, clip.factor, clip.found_inf);
-    fsdp_->end_step();
-  }
-  void finish() {
-    Context::current()->compute().synchronize();
-    world_.control().barrier();
-  }
-
-  const nn::ModelShape& shape() const { return model_->shape(); }
-  double num_parameters() const { return static_cast<double>(fsdp_->num_parameters()); }
-  double flops_per_token(int64_t T) const { return model_->flops_per_token(T); }
-
- private:
-  dist::World& world_;
-  std::unique_ptr<nn::LanguageModel> model_;
-  std::unique_ptr<dist::Fsdp> fsdp_;
-  std::unique_ptr<optim::AdamW> optimizer_;
-  Tensor ids_BT_, targets_BT_, scale_;
-};
+BenchTraining start(dist::World& world, const Options& o) {
+  std::unique_ptr<nn::LanguageModel> model = make_model(o);
+  model->set_recompute(recompute_from_name(o.recompute));
+  dist::FsdpOptions fsdp;
+  fsdp.strategy = dist::strategy_from_name(o.strategy);
+  fsdp.precision.param_dtype = dtype_from_name(o.dtype);
+  // A gradient in f32 costs a bf16 product nothing and saves a cast of it.
+  if (fsdp.precision.param_dtype != kF32) fsdp.precision.reduce_dtype = kF32;
+  fsdp.prefetch_forward = fsdp.prefetch_backward = o.prefetch;
+  return BenchTraining(world, std::move(model), fsdp, o.micro_batch);
+}
 
 /// Bytes a second of x += y on 256 MiB each: two reads and a write, no line fetched only to be
 /// overwritten, like AdamW.
@@ -234,7 +195,7 @@ double gib(double nbytes) {
   return nbytes / (1 << 30);
 }
 
-Memory memory_of(const Training& training, const Options& o, int num_ranks) {
+Memory memory_of(const BenchTraining& training, const Options& o, int num_ranks) {
   const AllocatorStats stats = Context::current()->allocator()->stats();
   const auto of = [&](MemoryClass c) {
     return static_cast<double>(stats.peak_by_class[static_cast<size_t>(c)]);
@@ -245,24 +206,25 @@ Memory memory_of(const Training& training, const Options& o, int num_ranks) {
   m.activations = of(MemoryClass::kActivations);
   m.others = of(MemoryClass::kGathered) + of(MemoryClass::kOther);
   if (o.strategy == "full_shard" || o.strategy == "shard_grad_op") {
-    m.expected_states = (o.dtype == "f32" ? 16 : 18) * training.num_parameters() / num_ranks;
+    m.expected_states = (o.dtype == "f32" ? 16 : 18) *
+                        static_cast<double>(training.fsdp().num_parameters()) / num_ranks;
   }
   if (o.recompute == "none") {
     m.expected_activations =
-        expected_activations(o, training.shape(), Context::current()->device().type);
+        expected_activations(o, training.model().shape(), Context::current()->device().type);
   }
   return m;
 }
 
 Result measure(dist::World& world, const Options& o, const Roofline& roofline, double bytes_per_s) {
-  Training training(world, o);
-  for (int i = 0; i < 2; ++i) training.step();
+  BenchTraining training = start(world, o);
+  for (int i = 0; i < 2; ++i) training.step(kLr);
   training.finish();
   Context::current()->allocator()->reset_peak();
   std::vector<double> times_ms;
   for (int i = 0; i < o.steps; ++i) {
     const int64_t begin = profiler::now_ns();
-    training.step();
+    training.step(kLr);
     training.finish();
     times_ms.push_back(static_cast<double>(profiler::now_ns() - begin) * 1e-6);
   }
@@ -272,7 +234,7 @@ Result measure(dist::World& world, const Options& o, const Roofline& roofline, d
   if (world.rank() == 0) profiler::start();
   world.control().barrier();
   const int64_t begin = profiler::now_ns();
-  training.step();
+  training.step(kLr);
   training.finish();
   const double traced_ms = static_cast<double>(profiler::now_ns() - begin) * 1e-6;
   if (world.rank() == 0) {
@@ -281,8 +243,8 @@ Result measure(dist::World& world, const Options& o, const Roofline& roofline, d
   }
   world.control().barrier();
   r.tokens = static_cast<double>(o.micro_batch * o.context * world.world_size());
-  r.parameters = training.num_parameters();
-  r.flops_per_token = training.flops_per_token(o.context);
+  r.parameters = static_cast<double>(training.fsdp().num_parameters());
+  r.flops_per_token = training.model().flops_per_token(o.context);
   const bool is_cuda = Context::current()->device().type == DeviceType::kCuda;
   const int num_devices = is_cuda ? world.world_size() : 1;
   r.rate = roofline.flops_per_s(dtype_from_name(o.dtype)) * num_devices;
@@ -296,7 +258,7 @@ Result measure(dist::World& world, const Options& o, const Roofline& roofline, d
   r.resident_peak_gib = gib(static_cast<double>(usage.ru_maxrss) * 1024);
   if (o.times_gemms) {
     const GemmSequence gemms = GemmSequence::record([&] {
-      training.step();
+      training.step(kLr);
       training.finish();
     });
     TESSERA_CHECK(!gemms.products().empty(),
@@ -390,14 +352,14 @@ void count(dist::World& world, const Options& o) {
     throw ConfigError(fmt::format("--count: expected one rank, which has no collectives, got {}",
                                   world.world_size()));
   }
-  Training training(world, o);
-  for (int i = 0; i < 2; ++i) training.step();
+  BenchTraining training = start(world, o);
+  for (int i = 0; i < 2; ++i) training.step(kLr);
   training.finish();
   const auto element_nbytes = static_cast<int64_t>(size_of(dtype_from_name(o.dtype)));
   const auto counter = std::make_shared<TrafficCounter>(element_nbytes);
   const Stream& compute = Context::current()->compute();
   compute.impl()->observer = counter;
-  training.step();
+  training.step(kLr);
   const TrafficCounter::Traffic total = counter->total();
   const int64_t host_waits = counter->num_host_waits();
   training.finish();
@@ -559,11 +521,5 @@ int run(int argc, char** argv) {
 }  // namespace tessera::apps
 
 int main(int argc, char** argv) {
-  tessera::check_processor();
-  try {
-    return tessera::apps::run(argc, argv);
-  } catch (const tessera::Error& error) {
-    tessera::log_error("{}", error.what());
-    return error.exit_status();
-  }
+  return tessera::apps::run_program([&] { return tessera::apps::run(argc, argv); });
 }

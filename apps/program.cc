@@ -1,0 +1,22 @@
+#include "apps/program.h"
+
+#include "core/check.h"
+#include "core/log.h"
+#include "core/runtime/cpu_check.h"
+
+namespace tessera::apps {
+
+int run_program(const std::function<int()>& body) {
+  check_processor();
+  try {
+    return body();
+  } catch (const Error& error) {
+    log_error("{}", error.what());
+    return error.exit_status();
+  } catch (const std::exception& error) {
+    log_error("{}", error.what());
+    return 1;
+  }
+}
+
+}  // namespace tessera::apps
