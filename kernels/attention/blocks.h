@@ -208,11 +208,12 @@ inline int64_t lse_index(const AttentionShape& s, int64_t batch, int64_t head, i
   return (batch * s.num_heads + head) * s.num_queries + query;
 }
 
-/// The online softmax of one block: running maximum and sum of each row. T says how accurate the
-/// exponentials are.
+/// The online softmax of one block: running maximum and sum of each row.
 template <class T>
 struct OnlineSoftmax {
   using A = ComputeType<T>;
+  /// How accurate the exponentials are: their sum is lse's, which is f32 beside bf16 too.
+  using Accuracy = std::conditional_t<std::is_same_v<T, BFloat16>, Float16, T>;
   alignas(64) A maximum[kRows], sum[kRows];
 
   OnlineSoftmax() {
@@ -238,12 +239,12 @@ struct OnlineSoftmax {
       for (const Run* run = runs; run < runs + num_runs; ++run) {
         if (j < run->low || j >= run->high) continue;
         for (int64_t k = run->begin; k < run->end; ++k) {
-          const Vector<A> p = exp_lanes<T>(load(logits + k * kRows + lane) * unit - shift);
+          const Vector<A> p = exp_lanes<Accuracy>(load(logits + k * kRows + lane) * unit - shift);
           store(logits + k * kRows + lane, p);
           added += p;
         }
       }
-      const Vector<A> factor = exp_lanes<T>(former - shift);
+      const Vector<A> factor = exp_lanes<Accuracy>(former - shift);
       store(maximum + lane, latest);
       store(sum + lane, load(sum + lane) * factor + added);
       if (is_one(factor)) continue;
