@@ -34,6 +34,7 @@
 #include "apps/program.h"
 #include "apps/step_cost.h"
 #include "core/profiler.h"
+#include "core/runtime/affinity.h"
 #include "core/runtime/context.h"
 #include "dist/comm/local.h"
 #include "dist/fsdp/fully_shard.h"

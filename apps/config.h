@@ -38,7 +38,7 @@ struct TrainConfig {
   int64_t steps = 1000, micro_batch = 8, grad_accum_steps = 1, global_batch = 0, seed = 1;
   int64_t eval_every = 0, eval_batches = 0, log_every = 1, threads = 0;
   double max_minutes = 0;
-  bool reproducible = false;
+  bool reproducible = false, pin_threads = true;
 };
 struct SampleConfig {
   int64_t tokens = 0, top_k = 0;

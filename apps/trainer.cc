@@ -21,6 +21,7 @@
 #include "core/log.h"
 #include "core/profiler.h"
 #include "core/random.h"
+#include "core/runtime/affinity.h"
 #include "core/runtime/context.h"
 #include "core/runtime/order_check.h"
 #include "core/runtime/staging.h"
@@ -571,6 +572,11 @@ TrainResult train(const Config& config, dist::World& world) {
     options.poison = config.debug.poison;
     options.order_check = config.debug.order_check;
     context = std::make_shared<Context>(options);
+    if (config.train.pin_threads && options.device.type == DeviceType::kCpu) {
+      if (const auto processors = world.processors(options.num_threads); !processors.empty()) {
+        pin_threads(context->compute(), processors);
+      }
+    }
   });
   Checkpointing checkpoints(config, world);  // before anything of an earlier run is touched
   world.control().verdict([&] {

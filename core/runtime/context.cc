@@ -1,11 +1,10 @@
 #include "core/runtime/context.h"
 
-#include <sched.h>
-
 #include <atomic>
 #include <mutex>
 
 #include "core/log.h"
+#include "core/runtime/affinity.h"
 #include "core/runtime/cpu_check.h"
 #include "core/runtime/cuda.h"
 #include "core/runtime/order_check.h"
@@ -28,12 +27,6 @@ thread_local std::shared_ptr<Context> cached_process_context;
 thread_local uint64_t cached_version = 0;
 
 }  // namespace
-
-int num_allowed_processors() {
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  return sched_getaffinity(0, sizeof(set), &set) == 0 ? std::max(1, CPU_COUNT(&set)) : 1;
-}
 
 Context::Context(const ContextOptions& options) : options_(options) {
   check_processor();

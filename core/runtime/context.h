@@ -66,7 +66,4 @@ class Context {
   std::shared_ptr<HostStaging> staging_;
 };
 
-/// Processors that this process may run on (its affinity mask).
-int num_allowed_processors();
-
 }  // namespace tessera

@@ -13,6 +13,7 @@ struct WorldPlace {
   int rank = 0, world_size = 1;
   int local_rank = 0, local_size = 1;
   int num_sharing = 1;       ///< ranks on the node, this one too, that may use its processors
+  int sharing_index = 0;     ///< place among these; -1 if they may not all use the same processors
   int default_threads = 0;   ///< 0 = allowed processors / num_sharing
   bool is_launched = false;  ///< by mpirun, which binds ranks to processors by default
 };

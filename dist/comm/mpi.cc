@@ -684,13 +684,18 @@ class MpiBackend final : public WorldBackend {
     TESSERA_MPI_CHECK(
         MPI_Allgather(&mine, sizeof(mine), MPI_BYTE, all.data(), sizeof(mine), MPI_BYTE, node));
     MPI_Comm_free(&node);
-    place_.num_sharing =
-        static_cast<int>(std::count_if(all.begin(), all.end(), [&mine](const cpu_set_t& theirs) {
-          cpu_set_t common;
-          CPU_AND(&common, &mine, &theirs);
-          return CPU_COUNT(&common) > 0;
-        }));
-    place_.num_sharing = std::max(1, place_.num_sharing);
+    place_.num_sharing = place_.sharing_index = 0;
+    bool is_same = true;
+    for (int i = 0; i < place_.local_size; ++i) {
+      const cpu_set_t& theirs = all[static_cast<size_t>(i)];
+      cpu_set_t common;
+      CPU_AND(&common, &mine, &theirs);
+      if (CPU_COUNT(&common) == 0) continue;
+      if (CPU_EQUAL(&mine, &theirs) == 0) is_same = false;
+      if (i < place_.local_rank) ++place_.sharing_index;
+      ++place_.num_sharing;
+    }
+    if (!is_same) place_.sharing_index = -1;
   }
 
   struct End {

@@ -8,6 +8,7 @@
 #include <optional>
 
 #include "core/log.h"
+#include "core/runtime/affinity.h"
 #include "core/runtime/context.h"
 #include "dist/comm/backend.h"
 #include "dist/comm/nccl.h"
@@ -95,6 +96,17 @@ int World::num_threads(int requested) const {
         allowed, online);
   }
   return threads;
+}
+
+std::vector<int> World::processors(int num_threads) const {
+  const WorldPlace& place = backend_->place();
+  const std::vector<int>& allowed = allowed_processors();
+  if (place.sharing_index < 0 || place.default_threads > 0 ||
+      int64_t{num_threads} * place.num_sharing > std::ssize(allowed)) {
+    return {};
+  }
+  const auto first = allowed.begin() + std::ptrdiff_t{num_threads} * place.sharing_index;
+  return {first, first + num_threads};
 }
 
 std::unique_ptr<Comm> World::make_comm() {

@@ -5,6 +5,7 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "core/runtime/device.h"
 #include "dist/comm/comm.h"
@@ -45,6 +46,9 @@ class World {
   /// affinity mask is smaller than the result or than this rank's share of the machine, as
   /// `mpirun` without `--bind-to none` causes.
   int num_threads(int requested = 0) const;
+  /// Processors for `num_threads` threads of this rank, none of them another rank's. Empty if there
+  /// are not enough, or ranks may use some and not all of each other's, or they are threads.
+  std::vector<int> processors(int num_threads) const;
 
   /// A communicator of all ranks for memory of the current Context's device. Collective.
   std::unique_ptr<Comm> make_comm();

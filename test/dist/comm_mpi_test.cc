@@ -207,6 +207,20 @@ TEST_CASE("comm_mpi: ranks on one node know their place and share its processors
   REQUIRE(world().num_threads(3) == 3);
 }
 
+TEST_CASE("comm_mpi: each rank has processors of its own, or none has", "[comm]") {
+  const int num_local = world().local_size();
+  const auto& allowed = allowed_processors();
+  const auto num_allowed = static_cast<int>(allowed.size());
+  CHECK(world().processors(num_allowed / num_local + 1).empty());
+  if (num_allowed < num_local) return;
+  const int num_threads = num_allowed / num_local;
+  const std::vector<int> mine = world().processors(num_threads);
+  REQUIRE(std::ssize(mine) == num_threads);
+  for (int i = 0; i < num_threads; ++i) {
+    CHECK(mine[i] == allowed[world().local_rank() * num_threads + i]);
+  }
+}
+
 TEST_CASE("comm_mpi: sizes that differ between ranks are an error on those who see it", "[comm]") {
   if (world().world_size() == 1) return;
   const auto comm = world().make_comm();
