@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <cstdlib>
 
+#include "core/runtime/affinity.h"
 #include "dist/comm/local.h"
 #include "test/dist/comm_cases.h"
 #include "test/testing.h"
