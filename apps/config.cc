@@ -558,7 +558,7 @@ std::vector<Field> config_fields(Config& c) {
        &c.train.pin_threads,
        any,
        {},
-       "each thread on a processor of its own, if the ranks of the node have enough"},
+       "each thread on a processor of its own, where train.threads is 0"},
       {"train.reproducible",
        &c.train.reproducible,
        any,

@@ -572,7 +572,9 @@ TrainResult train(const Config& config, dist::World& world) {
     options.poison = config.debug.poison;
     options.order_check = config.debug.order_check;
     context = std::make_shared<Context>(options);
-    if (config.train.pin_threads && options.device.type == DeviceType::kCpu) {
+    // Who sets train.threads may run other jobs beside this one, which would take the same.
+    if (config.train.pin_threads && config.train.threads == 0 &&
+        options.device.type == DeviceType::kCpu) {
       if (const auto processors = world.processors(options.num_threads); !processors.empty()) {
         pin_threads(context->compute(), processors);
       }
