@@ -81,7 +81,7 @@ class Bench {
     if (options_.gemm == "own") set_gemm_backend(GemmBackend::kOwn);
     // One run is to see that kernels work, maybe under a tool that makes them slow.
     constexpr int64_t kQuickWidth = 256;
-    roofline_ = measure_roofline(options_.runs == 1 ? kQuickWidth : 0);
+    roofline_ = measure_roofline(options_.runs == 1 && !options_.asks ? kQuickWidth : 0);
     print_head();
     for (const DType dtype : {kF32, kBF16}) {
       dtype_ = dtype;
