@@ -7,7 +7,7 @@
 A Markdown table, a line a kernel: the percent of the roofline that tessera-bench-kernels measures
 at its start, and the time of PyTorch over the time here (above 1 Tessera is faster), median and
 range of the pairs. A pair is one timing on each side, of one run (three if it is short), each run
-alone after the caches were overwritten. Both sides live through the whole session; while one is
+alone after the caches were overwritten. Both sides live through the whole run; while one is
 timed the other waits for its turn. Backward passes are the gradient functions alone. Kernels that
 PyTorch has no operation for have no ratio. Needs the package torch and an otherwise idle machine.
 """
