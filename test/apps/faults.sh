@@ -122,6 +122,10 @@ wait "$launcher"
 mv "$dir/whole" "$dir/whole2" && mv "$dir/whole3" "$dir/whole"
 kills=0 lives=0
 while :; do
+  if [ "$lives" -gt $((10 * num_kills + 10)) ]; then
+    report "kill -9 of a random rank at a random moment" "no end after $lives lives" "$out.log"
+    break
+  fi
   start 3 "$out" --checkpoint.every=3 --checkpoint.keep=2 --resume=auto --train.micro_batch=1
   lives=$((lives + 1))
   # From the start of the processes to some way into the training.
@@ -134,7 +138,8 @@ while :; do
   guard "$launcher" >/dev/null 2>&1 &
   guard=$!
   wait "$launcher"
-  kill "$guard" 2>/dev/null
+  # Not by SIGTERM: a subshell that is so new that it still has our EXIT trap would remove the files.
+  kill -KILL "$guard" 2>/dev/null
   wait "$guard" 2>/dev/null
   grep -h "passed over" "$out.log" &&
     report "kill -9, life $lives" "a checkpoint was not whole" "$out.log"
