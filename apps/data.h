@@ -28,14 +28,17 @@ class TokenArray {
 
   int64_t num_tokens() const { return num_tokens_; }
   const std::string& name() const { return name_; }  ///< the file, for messages
+  int64_t first() const { return first_; }           ///< where token 0 is in the file
   int64_t operator[](int64_t i) const;
+  /// The largest id of [begin, end); -1 if that is empty.
+  int64_t largest(int64_t begin, int64_t end) const;
   TokenArray slice(int64_t begin, int64_t num_tokens) const;
 
  private:
   std::shared_ptr<const void> owner_;
   const uint8_t* data_ = nullptr;
   int bytes_per_token_ = 1;
-  int64_t num_tokens_ = 0;
+  int64_t num_tokens_ = 0, first_ = 0;
   std::string name_;
 };
 
@@ -51,6 +54,7 @@ struct Corpus {
 
 struct Data {
   Corpus train, val;                     ///< val is empty for val_fraction = 0
+  std::vector<TokenArray> files;         ///< token shards as they are on the disk; none for a text
   std::shared_ptr<Tokenizer> tokenizer;  ///< none for token shards
   int64_t vocab_size = 0;                ///< model.vocab, or the tokenizer's size
 };

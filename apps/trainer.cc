@@ -16,6 +16,7 @@
 #include "apps/metrics.h"
 #include "apps/options.h"
 #include "apps/run_control.h"
+#include "apps/token_check.h"
 #include "core/autograd.h"
 #include "core/files.h"
 #include "core/log.h"
@@ -108,6 +109,7 @@ class Trainer {
   Data data_;
   std::optional<TrainSamples> samples_;
   std::optional<EvalSamples> eval_samples_;
+  std::optional<TokenCheck> token_check_;  // over before the first save or evaluation
   int64_t grad_accum_steps_ = 1, samples_per_step_ = 1, tokens_per_step_ = 1;
   std::unique_ptr<nn::LanguageModel> model_;
   std::unique_ptr<dist::Fsdp> fsdp_;
@@ -157,6 +159,9 @@ Trainer::Trainer(const Config& config, dist::World& world, Checkpointing& checkp
     const nn::DeferredInit deferred;
     model_ = make_model(config_.model, data_.vocab_size);
   });
+  TokenCheck::Options check{.vocab_size = data_.vocab_size,
+                            .results_path = config_.output.dir + "/token_check.txt"};
+  token_check_.emplace(data_.files, std::move(check), world_);
   model_->set_recompute(recompute_policy(config_.recompute));
   fsdp_ = dist::fully_shard(*model_, world_, fsdp_options(config_));
   initialize_parameters();
@@ -497,6 +502,8 @@ TrainResult Trainer::run() {
         !decision.is_preempted && (is_last || (eval_every > 0 && step_ % eval_every == 0));
     const bool saves =
         decision.is_preempted || checkpoints_.is_due(step_) || (is_last && checkpoints_.is_on());
+    // Who asked for the end may not leave the time for it: a resume reads the tokens again.
+    if ((stops || evaluates || saves) && !decision.is_preempted) token_check_->finish();
     // Evaluations and checkpoints are of the parameters after their step: nothing is ahead of it.
     if (stops || evaluates || saves || guard_.is_on()) finish(evaluates);
     if (is_rewind_due_) rewind();

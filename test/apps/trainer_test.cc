@@ -391,6 +391,33 @@ TEST_CASE("trainer: what cannot go well at the end is refused at the start", "[t
   }
 }
 
+TEST_CASE("trainer: a token outside the vocabulary ends the run before its first step",
+          "[trainer]") {
+  const TempDir dir;
+  std::vector<int32_t> header(256);
+  header[0] = 20240520;
+  header[1] = 1;
+  header[2] = 4000;
+  std::string bytes(reinterpret_cast<const char*>(header.data()), 1024);
+  for (int i = 0; i < 4000; ++i) {
+    const uint16_t token = i == 3990 ? 300 : static_cast<uint16_t>(i % 256);  // in validation only
+    bytes.append(reinterpret_cast<const char*>(&token), sizeof(token));
+  }
+  const std::string path = dir.write("a.bin", bytes);
+  const Config config =
+      small_config(dir, {"--data.text=", "--data.tokens=" + path, "--model.vocab=256"});
+  for (const int ranks : {1, 3}) {
+    const std::string expected =
+        path + ": token 3990 is 300, expected one below the vocabulary's size 256";
+    CHECK(error_of([&] {
+            dist::run_ranks(ranks, [&](dist::World& world) { train(config, world); });
+          }) == expected);
+    CHECK(read_metrics(dir).empty());
+    const auto status = nlohmann::json::parse(read_file(dir / "out/status.json"));
+    CHECK(status["why"] == expected);
+  }
+}
+
 TEST_CASE("trainer: a loss that is not finite ends the run and is reported", "[trainer]") {
   const TempDir dir;
   const Config config = small_config(

@@ -1,0 +1,174 @@
+#include "apps/token_check.h"
+
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <chrono>
+#include <fstream>
+#include <limits>
+#include <map>
+#include <optional>
+#include <sstream>
+
+#include "core/check.h"
+#include "core/files.h"
+#include "core/log.h"
+
+namespace tessera::apps {
+namespace {
+
+/// What tells that a file is the one that was read: size, inode and time of the last change.
+std::optional<std::string> identity_of(const std::string& path) {
+  struct stat status {};
+  if (::stat(path.c_str(), &status) != 0) return std::nullopt;
+  return fmt::format("{} {} {}.{:09}", status.st_size, status.st_ino, status.st_mtim.tv_sec,
+                     status.st_mtim.tv_nsec);
+}
+
+constexpr std::string_view kResultsHeader = "tessera-token-check 1";
+
+}  // namespace
+
+TokenCheck::TokenCheck(std::vector<TokenArray> files, Options options, dist::World& world)
+    : files_(std::move(files)),
+      options_(std::move(options)),
+      world_(world),
+      largest_(files_.size(), -1),
+      is_known_(files_.size(), false) {
+  read_results();
+  const auto ranks = static_cast<size_t>(world_.world_size());
+  size_t number = 0;
+  for (size_t i = 0; i < files_.size(); ++i) {
+    if (is_known_[i]) continue;
+    const int64_t numel = files_[i].num_tokens();
+    for (int64_t begin = 0; begin < numel; begin += options_.piece_numel, ++number) {
+      if (number % ranks != static_cast<size_t>(world_.rank())) continue;
+      pieces_.push_back({i, begin, std::min(begin + options_.piece_numel, numel)});
+    }
+  }
+  world_.control().verdict([&] { read_pieces(options_.max_seconds); });
+  if (world_.control().all_agree(is_through())) {
+    finish();
+    return;
+  }
+  decide();  // a bad one among those that were read ends the run now
+  thread_ = std::thread([this] {
+    try {
+      read_pieces(std::numeric_limits<double>::infinity());
+    } catch (const Error&) {
+      error_ = std::current_exception();
+    }
+  });
+}
+
+TokenCheck::~TokenCheck() {
+  is_ending_ = true;
+  if (thread_.joinable()) thread_.join();
+}
+
+void TokenCheck::finish() {
+  if (is_decided_) return;
+  if (thread_.joinable()) thread_.join();
+  world_.control().verdict([&] {
+    if (error_ != nullptr) std::rethrow_exception(error_);
+  });
+  decide();
+  is_decided_ = true;
+  if (world_.rank() == 0) write_results();
+}
+
+void TokenCheck::read_pieces(double max_seconds) {
+  using Clock = std::chrono::steady_clock;
+  const auto start = Clock::now();
+  for (; !is_through() && !is_ending_; ++next_piece_) {
+    if (std::chrono::duration<double>(Clock::now() - start).count() > max_seconds) return;
+    const Piece& piece = pieces_[next_piece_];
+    const TokenArray& file = files_[piece.file];
+    const int64_t largest = file.largest(piece.begin, piece.end);
+    num_read_ += piece.end - piece.begin;
+    largest_[piece.file] = std::max(largest_[piece.file], largest);
+    if (largest < options_.vocab_size || bad_file_ >= 0) continue;
+    bad_position_ = piece.begin;
+    while (file[bad_position_] < options_.vocab_size) ++bad_position_;
+    bad_id_ = file[bad_position_];
+    bad_file_ = static_cast<int64_t>(piece.file);
+  }
+}
+
+void TokenCheck::decide() {
+  const auto ranks = static_cast<size_t>(world_.world_size());
+  const std::vector<int64_t> mine = largest_;
+  std::vector<int64_t> all(mine.size() * ranks);
+  world_.control().all_gather(all.data(), mine.data(),
+                              static_cast<int64_t>(mine.size() * sizeof(int64_t)));
+  for (size_t i = 0; i < all.size(); ++i) {
+    largest_[i % mine.size()] = std::max(largest_[i % mine.size()], all[i]);
+  }
+  // A result of an earlier run says that there is one, not where.
+  for (size_t i = 0; i < files_.size() && bad_file_ < 0; ++i) {
+    if (!is_known_[i] || largest_[i] < options_.vocab_size) continue;
+    bad_file_ = static_cast<int64_t>(i);
+    while (bad_position_ < files_[i].num_tokens() &&
+           files_[i][bad_position_] < options_.vocab_size) {
+      ++bad_position_;
+    }
+    bad_id_ = largest_[i];
+  }
+  const int64_t file = bad_file_ < 0 ? std::numeric_limits<int64_t>::max() : bad_file_;
+  const int64_t first_file = world_.control().min(file);
+  const int64_t position =
+      bad_file_ == first_file ? bad_position_ : std::numeric_limits<int64_t>::max();
+  const int64_t first_position = world_.control().min(position);
+  world_.control().verdict([&] {
+    if (bad_file_ < 0 || bad_file_ != first_file || bad_position_ != first_position) return;
+    throw InputError(fmt::format("{}: token {} is {}, expected one below the vocabulary's size {}",
+                                 files_[static_cast<size_t>(bad_file_)].name(), bad_position_,
+                                 bad_id_, options_.vocab_size));
+  });
+}
+
+/// Rank 0's: other nodes may see another file, or none.
+void TokenCheck::read_results() {
+  std::map<std::string, std::pair<std::string, int64_t>> results;
+  if (world_.rank() == 0 && !options_.results_path.empty()) {
+    std::ifstream in(options_.results_path);
+    std::string line;
+    if (std::getline(in, line) && line == kResultsHeader) {
+      while (std::getline(in, line)) {
+        std::istringstream words(line);
+        std::string nbytes, inode, time, path;
+        int64_t largest = -1;
+        if (!(words >> largest >> nbytes >> inode >> time) || words.get() != ' ') continue;
+        std::getline(words, path);
+        results[path] = {fmt::format("{} {} {}", nbytes, inode, time), largest};
+      }
+    }
+  }
+  for (size_t i = 0; i < files_.size(); ++i) {
+    const auto found = results.find(files_[i].name());
+    if (found == results.end() || found->second.first != identity_of(files_[i].name())) continue;
+    largest_[i] = found->second.second;
+  }
+  world_.control().broadcast(largest_.data(),
+                             static_cast<int64_t>(largest_.size() * sizeof(int64_t)), 0);
+  for (size_t i = 0; i < files_.size(); ++i) is_known_[i] = largest_[i] >= 0;
+}
+
+void TokenCheck::write_results() const {
+  if (options_.results_path.empty()) return;
+  std::string text = fmt::format("{}\n", kResultsHeader);
+  for (size_t i = 0; i < files_.size(); ++i) {
+    const auto identity = identity_of(files_[i].name());
+    const bool is_one_line = files_[i].name().find('\n') == std::string::npos;
+    if (identity && is_one_line && files_[i].num_tokens() > 0) {
+      text += fmt::format("{} {} {}\n", largest_[i], *identity, files_[i].name());
+    }
+  }
+  try {
+    write_file_atomically(options_.results_path, text);
+  } catch (const IoError& error) {
+    log_warning("{}; the tokens are read again by the next run", error.what());
+  }
+}
+
+}  // namespace tessera::apps

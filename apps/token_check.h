@@ -1,0 +1,69 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <exception>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "apps/data.h"
+#include "dist/comm/world.h"
+
+namespace tessera::apps {
+
+/// Every token of the shards is read once at the start of a run, so that an id which the vocabulary
+/// lacks ends it there and not in the middle. The ranks share the work out in pieces; what is not
+/// through after `max_seconds` goes on in a thread beside the first steps.
+/// The largest id of each file is kept in `results_path` with the file's size, inode and time, and
+/// a file that has not changed since is not read again.
+class TokenCheck {
+ public:
+  struct Options {
+    int64_t vocab_size = 0;
+    std::string results_path;  ///< "": nothing is kept
+    double max_seconds = 20;
+    int64_t piece_numel = 32 << 20;  ///< tokens that a rank reads at a time
+  };
+
+  /// `files` are whole shards (Data::files). Collective.
+  /// Errors   InputError, the same on all ranks, with the file and the position in it
+  TokenCheck(std::vector<TokenArray> files, Options options, dist::World& world);
+  /// Ends the thread, wherever it is.
+  ~TokenCheck();
+  TokenCheck(const TokenCheck&) = delete;
+  TokenCheck& operator=(const TokenCheck&) = delete;
+
+  /// Waits until every token was read; nothing the second time. Collective. Errors   as above
+  void finish();
+  int64_t num_read() const { return num_read_; }  ///< tokens, by this rank
+
+ private:
+  struct Piece {
+    size_t file;
+    int64_t begin, end;
+  };
+  /// This rank's pieces from the next one on, for at most `max_seconds`.
+  void read_pieces(double max_seconds);
+  bool is_through() const { return next_piece_ == pieces_.size(); }
+  /// The verdict of all ranks on what they have read.
+  void decide();
+  void read_results();
+  void write_results() const;
+
+  const std::vector<TokenArray> files_;
+  const Options options_;
+  dist::World& world_;
+  std::vector<int64_t> largest_;  // of each file, as far as it was read here
+  std::vector<bool> is_known_;    // from an earlier run
+  std::vector<Piece> pieces_;     // of this rank
+  size_t next_piece_ = 0;
+  int64_t num_read_ = 0;
+  int64_t bad_file_ = -1, bad_position_ = 0, bad_id_ = 0;  // the first that this rank has found
+  bool is_decided_ = false;
+  std::atomic<bool> is_ending_ = false;
+  std::exception_ptr error_;  // of the thread: a file that cannot be read any more
+  std::thread thread_;
+};
+
+}  // namespace tessera::apps
