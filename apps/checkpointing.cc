@@ -79,6 +79,23 @@ std::string fingerprint(const Corpus& corpus) {
   return fmt::format("{} tokens, {:016x}", corpus.num_tokens(), hasher.digest());
 }
 
+std::string stored_param_dtype(const Config& config, dist::World& world) {
+  const CheckpointConfig& c = config.checkpoint;
+  std::string dtype;
+  if (world.rank() == 0 && c.resume != "none" && config.precision.param_dtype == "auto") {
+    try {  // what is wrong with it is said when it is loaded
+      const std::string dir = c.dir.empty() ? config.output.dir : c.dir;
+      const dist::CheckpointReader reader(
+          dist::resolve_checkpoint(c.resume == "auto" ? dir : c.resume));
+      const std::string& text = reader.manifest().progress.config;
+      dtype = parse_config(text, reader.dir() + ": config").precision.param_dtype;
+    } catch (const Error&) {
+      dtype.clear();
+    }
+  }
+  return world.control().broadcast(dtype, 0);
+}
+
 Checkpointing::Checkpointing(const Config& config, dist::World& world)
     : config_(config),
       world_(world),

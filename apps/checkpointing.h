@@ -18,6 +18,10 @@ namespace tessera::apps {
 /// first and last tokens.
 std::string fingerprint(const Corpus& corpus);
 
+/// `precision.param_dtype` of the checkpoint that `checkpoint.resume` means, if the configuration
+/// leaves it to that; empty without one that can be read. Collective.
+std::string stored_param_dtype(const Config& config, dist::World& world);
+
 /// What a run must have in common with the checkpoint it goes on from.
 struct RunIdentity {
   std::string data_id;

@@ -1,4 +1,5 @@
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <cerrno>
 #include <cmath>
 #include <cstdio>
@@ -59,14 +60,20 @@ Config parse_arguments(const std::vector<std::string>& arguments) {
 }  // namespace
 
 int train_command(const std::vector<std::string>& arguments, dist::World& world) {
-  for (const std::string& argument : arguments) {
-    if (argument != "--help" && argument != "-h") continue;
-    if (world.rank() == 0) {
-      print(
-          "tessera-train [CONFIG.toml] [--section.key=value ...]\n\n"
+  const auto help = std::find_if(arguments.begin(), arguments.end(),
+                                 [](const std::string& a) { return a == "--help" || a == "-h"; });
+  if (help != arguments.end()) {
+    std::string text;
+    const std::string what = help + 1 == arguments.end() ? "" : *(help + 1);
+    world.control().verdict([&] { text = config_help(what); });
+    if (what.empty()) {
+      text =
+          "tessera-train [CONFIG.toml] [--section.key=value ...]\n"
+          "tessera-train --help [SECTION | KEY]\n\n"
           "Trains a language model on this process, or on all ranks of mpirun -n N.\n\n" +
-          config_help());
+          text;
     }
+    if (world.rank() == 0) print(text);
     return 0;
   }
   Config config;

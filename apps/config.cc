@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <cmath>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
@@ -22,6 +23,7 @@ namespace {
 
 constexpr double kMaxCount = 1e12;
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr std::string_view kResolvedComment = "# The resolved configuration: every key.";
 
 std::string section_of(std::string_view key) {
   const size_t dot = key.find('.');
@@ -97,6 +99,7 @@ std::string range_text(const Field& field) {
 
 /// What a field accepts, for messages and --help.
 std::string expected_text(const Field& field) {
+  if (field.key == "checkpoint.resume") return "auto, none or the path of a checkpoint";
   if (std::holds_alternative<bool*>(field.value)) return "true or false";
   if (std::holds_alternative<std::string*>(field.value)) {
     return field.choices.empty() ? "a string"
@@ -182,12 +185,21 @@ std::optional<T> parse_number(const std::string& text) {
   return value;
 }
 
+/// "1000" or "1e3": nothing for what is no integer, or too large for a double to tell.
+std::optional<int64_t> parse_integer(const std::string& text) {
+  if (const auto value = parse_number<int64_t>(text)) return value;
+  const auto value = parse_number<double>(text);
+  constexpr double kMaxExact = 9007199254740992;  // 2^53
+  if (!value || !(std::abs(*value) <= kMaxExact) || std::trunc(*value) != *value) return {};
+  return static_cast<int64_t>(*value);
+}
+
 void set_from_text(const Field& field, const std::string& text, const std::string& where) {
   if (auto* const* flag = std::get_if<bool*>(&field.value)) {
     if (text != "true" && text != "false") fail_value(field, quote(text), where);
     **flag = text == "true";
   } else if (auto* const* integer = std::get_if<int64_t*>(&field.value)) {
-    const auto value = parse_number<int64_t>(text);
+    const auto value = parse_integer(text);
     if (!value) fail_value(field, quote(text), where);
     check_range(field, static_cast<double>(*value), text, where);
     **integer = *value;
@@ -209,7 +221,7 @@ const Field& find_field(std::span<const Field> fields, std::string_view key,
     names.push_back(field.key);
   }
   throw ConfigError(fmt::format("{}: unknown key {}, expected a known one (nearest: {})", where,
-                                key, nearest_name(key, names)));
+                                key, nearest_keys(key, names)));
 }
 
 void apply_toml(std::span<const Field> fields, const toml::table& table, const std::string& prefix,
@@ -257,8 +269,9 @@ void apply_overrides(std::span<const Field> fields, std::span<const std::string>
     const Field& field = find_field(fields, key, where);
     if (equals == std::string::npos &&
         (i + 1 == overrides.size() || overrides[i + 1].starts_with("--"))) {
+      const std::string_view shown = key == "checkpoint.resume" ? "resume" : std::string_view(key);
       throw ConfigError(
-          fmt::format("{}: --{} without a value, expected {}", where, key, expected_text(field)));
+          fmt::format("{}: --{} without a value, expected {}", where, shown, expected_text(field)));
     }
     set_from_text(field, equals == std::string::npos ? overrides[++i] : argument.substr(equals + 1),
                   where);
@@ -310,6 +323,12 @@ void check_head(const Config& config) {
 void check_model(const Config& config) {
   const ModelConfig& m = config.model;
   check_ids(config);
+  if (m.max_positions != 0 && m.max_positions < m.context) {
+    fail_at(config,
+            config.is_given("model.max_positions") ? "model.max_positions" : "model.context",
+            "model.max_positions = {}, expected 0 or at least model.context = {}", m.max_positions,
+            m.context);
+  }
   if (m.head_width == 0 && m.width % m.heads != 0) {
     fail_at(config, "model.width", "model.width = {}, expected a multiple of model.heads = {}",
             m.width, m.heads);
@@ -390,7 +409,7 @@ void check_rounding(const Config& config) {
             "optim.stochastic_rounding = true with {} = {}, expected {}", key, value, expected);
   };
   const std::string& dtype = config.precision.param_dtype;
-  if (dtype == "f32") fail("precision.param_dtype", dtype, "bf16 or f16");
+  if (dtype == "f32") fail("precision.param_dtype", dtype, "bf16 or f16");  // auto: resolved later
   if (config.optim.name != "adamw") fail("optim.name", config.optim.name, "adamw");
 }
 
@@ -413,6 +432,19 @@ void check_schedule(const Config& config) {
   }
 }
 
+/// A tenth, as people write it: 3e-4 of 3e-3.
+double tenth_of(double value) {
+  return std::stod(fmt::format("{:.15g}", value / 10));
+}
+
+constexpr double kFineTuningLr = 1e-5;
+
+void derive_defaults(Config& config) {
+  OptimConfig& o = config.optim;
+  if (!config.model.from.empty() && !config.is_given("optim.lr")) o.lr = kFineTuningLr;
+  if (!config.is_given("optim.final_lr")) o.final_lr = tenth_of(o.lr);
+}
+
 size_t edit_distance(std::string_view a, std::string_view b) {
   std::vector<size_t> row(b.size() + 1);
   std::iota(row.begin(), row.end(), size_t{0});
@@ -428,6 +460,95 @@ size_t edit_distance(std::string_view a, std::string_view b) {
   return row.back();
 }
 
+/// Names that other trainers have for keys of ours, by the last component.
+constexpr std::pair<std::string_view, std::string_view> kOtherNames[] = {
+    // Hugging Face's TrainingArguments and model configurations
+    {"learning_rate", "optim.lr"},
+    {"per_device_train_batch_size", "train.micro_batch"},
+    {"per_device_eval_batch_size", "train.micro_batch"},
+    {"train_batch_size", "train.global_batch"},
+    {"gradient_accumulation_steps", "train.grad_accum_steps"},
+    {"num_train_epochs", "train.steps"},
+    {"max_steps", "train.steps"},
+    {"warmup_ratio", "optim.warmup_steps"},
+    {"adam_beta1", "optim.beta1"},
+    {"adam_beta2", "optim.beta2"},
+    {"adam_epsilon", "optim.eps"},
+    {"epsilon", "optim.eps"},
+    {"max_grad_norm", "optim.clip"},
+    {"lr_scheduler_type", "optim.schedule"},
+    {"optimizer", "optim.name"},
+    {"logging_steps", "train.log_every"},
+    {"save_steps", "checkpoint.every"},
+    {"save_interval", "checkpoint.every"},
+    {"save_total_limit", "checkpoint.keep"},
+    {"eval_steps", "train.eval_every"},
+    {"bf16", "precision.param_dtype"},
+    {"fp16", "precision.param_dtype"},
+    {"output_dir", "output.dir"},
+    {"overwrite_output_dir", "output.overwrite"},
+    {"resume_from_checkpoint", "checkpoint.resume"},
+    {"gradient_checkpointing", "recompute.policy"},
+    {"model_name_or_path", "model.from"},
+    {"pretrained_model_name_or_path", "model.from"},
+    {"train_file", "data.text"},
+    {"dataset", "data.text"},
+    {"dataset_name", "data.text"},
+    {"max_seq_length", "model.context"},
+    {"max_position_embeddings", "model.max_positions"},
+    {"hidden_size", "model.width"},
+    {"num_hidden_layers", "model.layers"},
+    {"num_attention_heads", "model.heads"},
+    {"num_key_value_heads", "model.kv_heads"},
+    {"head_dim", "model.head_width"},
+    {"intermediate_size", "model.ffn"},
+    {"vocab_size", "model.vocab"},
+    {"tie_word_embeddings", "model.tied"},
+    {"rms_norm_eps", "model.norm_eps"},
+    {"ddp_timeout", "dist.timeout"},
+    // torchtitan
+    {"local_batch_size", "train.micro_batch"},
+    {"global_batch_size", "train.global_batch"},
+    {"seq_len", "model.context"},
+    {"max_norm", "optim.clip"},
+    {"decay_ratio", "optim.decay_steps"},
+    {"min_lr_factor", "optim.final_lr"},
+    {"dump_folder", "output.dir"},
+    {"log_freq", "train.log_every"},
+    {"data_parallel_shard_degree", "fsdp.shard_size"},
+    {"fsdp_reshard_after_forward", "fsdp.reshard_after_forward"},
+    {"enable_cpu_offload", "fsdp.offload"},
+    {"mixed_precision_param", "precision.param_dtype"},
+    {"mixed_precision_reduce", "precision.reduce_dtype"},
+    {"activation_checkpoint", "recompute.policy"},
+    {"selective_ac_option", "recompute.every_n"},
+    {"keep_latest_k", "checkpoint.keep"},
+    {"dim", "model.width"},
+    // nanoGPT and llm.c
+    {"batch_size", "train.micro_batch"},
+    {"block_size", "model.context"},
+    {"n_layer", "model.layers"},
+    {"n_head", "model.heads"},
+    {"n_embd", "model.width"},
+    {"max_iters", "train.steps"},
+    {"epochs", "train.steps"},
+    {"iters", "train.steps"},
+    {"warmup_iters", "optim.warmup_steps"},
+    {"lr_decay_iters", "train.steps"},
+    {"min_lr", "optim.final_lr"},
+    {"grad_clip", "optim.clip"},
+    {"eval_interval", "train.eval_every"},
+    {"eval_iters", "train.eval_batches"},
+    {"log_interval", "train.log_every"},
+    {"out_dir", "output.dir"},
+    {"init_from", "model.from"},
+    {"dtype", "precision.param_dtype"},
+    {"weight_tying", "model.tied"},
+    {"zero_stage", "fsdp.strategy"},
+    {"sharding_strategy", "fsdp.strategy"},
+    {"auto_wrap_policy", "fsdp.wrap"},
+};
+
 }  // namespace
 
 const std::string& Config::origin(std::string_view key) const {
@@ -442,178 +563,291 @@ std::vector<Field> config_fields(Config& c) {
   const Range positive{0, kInfinity, true, true}, not_negative{0, kInfinity, false, true};
   const Range f32_positive{1e-30, 1e30};  // becomes an f32, neither 0 nor infinity
   return {
-      {"device", &c.device, any, {"auto", "cpu", "cuda"}, "where to compute"},
+      {"device",
+       &c.device,
+       any,
+       {"auto", "cpu", "cuda"},
+       "device that computes; auto: cuda if there is one, else cpu"},
 
       {"model.from",
        &c.model.from,
        any,
        {},
-       "fine-tune: a directory with config.json and model.safetensors of Hugging Face's "
-       "transformers, which sets the keys below (model.context may be shorter)"},
-      {"model.kind", &c.model.kind, any, {"gpt2", "llama", "bloom"}, "architecture"},
-      {"model.layers", &c.model.layers, {1, 10000}, {}, "transformer blocks"},
-      {"model.heads", &c.model.heads, {1, 4096}, {}, "attention heads"},
-      {"model.kv_heads", &c.model.kv_heads, {0, 4096}, {}, "key/value heads; 0: as heads"},
+       "fine-tune: directory with config.json and model.safetensors of Hugging Face's "
+       "transformers, which sets all model keys (model.context may be shorter)"},
+      {"model.kind", &c.model.kind, any, {"gpt2", "llama", "bloom"}, "model architecture"},
+      {"model.layers", &c.model.layers, {1, 10000}, {}, "number of transformer blocks"},
+      {"model.heads", &c.model.heads, {1, 4096}, {}, "attention heads of a block"},
+      {"model.kv_heads",
+       &c.model.kv_heads,
+       {0, 4096},
+       {},
+       "key/value heads of a block (grouped-query attention); 0: as many as model.heads"},
       {"model.head_width",
        &c.model.head_width,
        {0, 65536},
        {},
-       "llama: features of a head; 0: width / heads"},
-      {"model.width", &c.model.width, {1, 1048576}, {}, "features of a token"},
+       "llama: width of an attention head; 0: model.width / model.heads"},
+      {"model.width", &c.model.width, {1, 1048576}, {}, "width of the hidden states"},
       {"model.ffn",
        &c.model.ffn,
        {0, 16777216},
        {},
-       "hidden width of the MLP; 0: 4 x width (gpt2, bloom), 8/3 x width up to a multiple of 64 "
-       "(llama)"},
-      {"model.context", &c.model.context, {1, 16777216}, {}, "tokens of a training sample"},
+       "hidden width of the MLP; 0: 4 x model.width (gpt2, bloom), 8/3 x model.width rounded up to "
+       "a multiple of 64 (llama)"},
+      {"model.context",
+       &c.model.context,
+       {1, 16777216},
+       {},
+       "sequence length of a training sample, in tokens"},
+      {"model.max_positions",
+       &c.model.max_positions,
+       {0, 16777216},
+       {},
+       "positions that the model can tell apart (position embeddings of gpt2, the limit in "
+       "exports); "
+       "0: model.context; set by model.from"},
       {"model.vocab",
        &c.model.vocab,
        {0, 2147483647},
        {},
-       "size of the vocabulary; 0: the tokenizer's"},
-      {"model.tied", &c.model.tied, any, {}, "output head shares the embedding's weight"},
+       "vocabulary size; 0: that of the tokenizer"},
+      {"model.tied",
+       &c.model.tied,
+       any,
+       {},
+       "output head shares the weight of the token embedding"},
       {"model.bias", &c.model.bias, any, {}, "gpt2: biases in linear and norm layers"},
-      {"model.qkv_bias", &c.model.qkv_bias, any, {}, "llama: biases of query, key, value (Qwen2)"},
-      {"model.qk_norm", &c.model.qk_norm, any, {}, "llama: norms of query and key (Qwen3)"},
-      {"model.gelu", &c.model.gelu, any, {"tanh", "exact"}, "gpt2: form of the GELU"},
-      {"model.rope_theta", &c.model.rope_theta, f32_positive, {}, "llama: base of rotary angles"},
+      {"model.qkv_bias",
+       &c.model.qkv_bias,
+       any,
+       {},
+       "llama: biases of the query, key and value projections (Qwen2)"},
+      {"model.qk_norm", &c.model.qk_norm, any, {}, "llama: RMS norms of queries and keys (Qwen3)"},
+      {"model.gelu",
+       &c.model.gelu,
+       any,
+       {"tanh", "exact"},
+       "gpt2: tanh approximation of GELU, or the exact function"},
+      {"model.rope_theta",
+       &c.model.rope_theta,
+       f32_positive,
+       {},
+       "llama: base of the rotary position frequencies"},
       {"model.rope_scaling",
        &c.model.rope_scaling,
        any,
        {"none", "linear", "llama3"},
-       "llama: how rotary frequencies are stretched for a longer context"},
-      {"model.rope_factor", &c.model.rope_factor, f32_positive, {}, "by which they are divided"},
+       "llama: scaling of the rotary frequencies for a longer context"},
+      {"model.rope_factor",
+       &c.model.rope_factor,
+       f32_positive,
+       {},
+       "rope_scaling linear, llama3: factor by which rotary frequencies are divided"},
       {"model.rope_low_freq_factor",
        &c.model.rope_low_freq_factor,
        f32_positive,
        {},
-       "llama3 only"},
+       "rope_scaling llama3: low_freq_factor of transformers' config.json"},
       {"model.rope_high_freq_factor",
        &c.model.rope_high_freq_factor,
        f32_positive,
        {},
-       "llama3 only"},
+       "rope_scaling llama3: high_freq_factor of transformers' config.json"},
       {"model.rope_original_context",
        &c.model.rope_original_context,
        from(1),
        {},
-       "llama3: the context before"},
-      {"model.norm_eps", &c.model.norm_eps, f32_positive, {}, "epsilon of the norms"},
+       "rope_scaling llama3: context length before scaling, in tokens"},
+      {"model.norm_eps", &c.model.norm_eps, f32_positive, {}, "epsilon of LayerNorm and RMSNorm"},
       {"model.bos_ids",
        &c.model.bos_ids,
        any,
        {},
-       "token ids that texts begin with, for config.json of exports; set by model.from"},
-      {"model.eos_ids", &c.model.eos_ids, any, {}, "and that they end with, such as 2 or 2,7"},
-      {"model.pad_ids", &c.model.pad_ids, any, {}, "and that fill them up"},
+       "token ids that begin a text, such as 1 or 1,7, for config.json of exports; set by "
+       "model.from"},
+      {"model.eos_ids",
+       &c.model.eos_ids,
+       any,
+       {},
+       "token ids that end a text, such as 2 or 2,7, for config.json of exports; set by "
+       "model.from"},
+      {"model.pad_ids",
+       &c.model.pad_ids,
+       any,
+       {},
+       "token ids of padding, such as 0, for config.json of exports; set by model.from"},
       {"model.dropout", &c.model.dropout, fraction, {}, "gpt2, bloom: dropout probability"},
 
-      {"data.text", &c.data.text, any, {}, "a text file to train on"},
+      {"data.text", &c.data.text, any, {}, "text file to train on"},
       {"data.tokens",
        &c.data.tokens,
        any,
        {},
-       "token shards (.bin format of llm.c), a glob such as 'data/train_*.bin'"},
+       "token shards to train on (.bin format of llm.c), a glob such as 'data/train_*.bin'"},
       {"data.val_tokens",
        &c.data.val_tokens,
        any,
        {},
-       "token shards for validation; empty: the end of data.tokens"},
-      {"data.tokenizer", &c.data.tokenizer, any, {"byte", "char"}, "tokens of data.text"},
-      {"data.val_fraction", &c.data.val_fraction, fraction, {}, "the end of the data kept back"},
+       "token shards for validation, a glob; empty: a part of data.tokens (data.val_fraction)"},
+      {"data.tokenizer",
+       &c.data.tokenizer,
+       any,
+       {"byte", "char"},
+       "tokens of data.text: bytes, or the characters that occur in it"},
+      {"data.val_fraction",
+       &c.data.val_fraction,
+       fraction,
+       {},
+       "fraction of the data kept back for validation"},
       {"data.separator",
        &c.data.separator,
        {-1, 2147483647},
        {},
-       "token that ends a document and begins the next: attention stays inside; -1: none"},
+       "token id that ends a document and begins the next: attention stays inside a document; -1: "
+       "no separator"},
       {"data.restart_positions",
        &c.data.restart_positions,
        any,
        {},
-       "positions count from the start of the document"},
+       "positions restart at 0 with each document"},
 
-      {"train.steps", &c.train.steps, from(1), {}, "optimizer steps"},
-      {"train.micro_batch", &c.train.micro_batch, {1, 1048576}, {}, "samples a rank and pass"},
-      {"train.grad_accum_steps", &c.train.grad_accum_steps, {1, 1048576}, {}, "passes a step"},
+      {"train.steps", &c.train.steps, from(1), {}, "optimizer steps of the whole run"},
+      {"train.micro_batch",
+       &c.train.micro_batch,
+       {1, 1048576},
+       {},
+       "samples of a rank in one forward and backward pass"},
+      {"train.grad_accum_steps",
+       &c.train.grad_accum_steps,
+       {1, 1048576},
+       {},
+       "gradient accumulation: forward and backward passes of a step"},
       {"train.global_batch",
        &c.train.global_batch,
        from(0),
        {},
-       "samples a step over all ranks, sets grad_accum_steps; 0: micro_batch x passes x ranks"},
-      {"train.seed", &c.train.seed, from(0), {}, "of initialization, data order and dropout"},
-      {"train.eval_every", &c.train.eval_every, from(0), {}, "steps; 0: only after the last"},
+       "samples of a step over all ranks, which sets grad_accum_steps; 0: micro_batch x "
+       "grad_accum_steps x ranks"},
+      {"train.seed", &c.train.seed, from(0), {}, "seed of initialization, data order and dropout"},
+      {"train.eval_every",
+       &c.train.eval_every,
+       from(0),
+       {},
+       "steps from one evaluation to the next; 0: only after the last step"},
       {"train.eval_batches",
        &c.train.eval_batches,
        from(0),
        {},
-       "micro-batches a rank and evaluation; 0: the whole validation split"},
-      {"train.log_every", &c.train.log_every, from(1), {}, "steps a printed line"},
+       "micro-batches of a rank in one evaluation; 0: the whole validation split"},
+      {"train.log_every",
+       &c.train.log_every,
+       from(1),
+       {},
+       "steps from one printed line to the next"},
       {"train.threads",
        &c.train.threads,
        {0, 4096},
        {},
-       "CPU threads a rank; 0: the allowed processors over the ranks of the node"},
+       "CPU threads of a rank; 0: allowed processors / ranks of the node"},
       {"train.pin_threads",
        &c.train.pin_threads,
        any,
        {},
-       "each thread on a processor of its own, where train.threads is 0"},
+       "binds each CPU thread to a processor of its own, where train.threads is 0"},
       {"train.reproducible",
        &c.train.reproducible,
        any,
        {},
-       "the same bits at any power of two of ranks with the same micro_batch and global_batch"},
-      {"train.max_minutes", &c.train.max_minutes, not_negative, {}, "stop after; 0: no limit"},
+       "bitwise the same results on any power of two of ranks with the same micro_batch and "
+       "global_batch"},
+      {"train.max_minutes",
+       &c.train.max_minutes,
+       not_negative,
+       {},
+       "wall-clock minutes after which the run ends in good order; 0: no limit"},
 
-      {"sample.tokens", &c.sample.tokens, from(0), {}, "tokens to generate after training"},
-      {"sample.prompt", &c.sample.prompt, any, {}, "text to continue"},
-      {"sample.temperature", &c.sample.temperature, not_negative, {}, "0: the likeliest token"},
-      {"sample.top_k", &c.sample.top_k, from(0), {}, "of the k likeliest tokens; 0: of all"},
-      {"sample.top_p", &c.sample.top_p, {0, 1, true, false}, {}, "of the likeliest with this sum"},
+      {"sample.tokens",
+       &c.sample.tokens,
+       from(0),
+       {},
+       "tokens to generate from sample.prompt after training; 0: none"},
+      {"sample.prompt", &c.sample.prompt, any, {}, "text that the sample continues"},
+      {"sample.temperature",
+       &c.sample.temperature,
+       not_negative,
+       {},
+       "sampling temperature; 0: greedy, the likeliest token"},
+      {"sample.top_k",
+       &c.sample.top_k,
+       from(0),
+       {},
+       "top-k sampling: draws from the k likeliest tokens; 0: from all"},
+      {"sample.top_p",
+       &c.sample.top_p,
+       {0, 1, true, false},
+       {},
+       "nucleus sampling: draws from the likeliest tokens with this total probability"},
 
       {"optim.name", &c.optim.name, any, {"adamw", "sgd"}, "optimizer"},
-      {"optim.lr", &c.optim.lr, not_negative, {}, "peak learning rate"},
-      {"optim.final_lr", &c.optim.final_lr, not_negative, {}, "learning rate at the last step"},
-      {"optim.warmup_steps", &c.optim.warmup_steps, from(0), {}, "linear rise from 0 to lr"},
+      {"optim.lr",
+       &c.optim.lr,
+       not_negative,
+       {},
+       "peak learning rate; not given with model.from: 1e-5"},
+      {"optim.final_lr",
+       &c.optim.final_lr,
+       not_negative,
+       {},
+       "learning rate at the last step, absolute; not given: a tenth of optim.lr"},
+      {"optim.warmup_steps",
+       &c.optim.warmup_steps,
+       from(0),
+       {},
+       "steps of the linear warm-up from 0 to optim.lr"},
       {"optim.decay_steps",
        &c.optim.decay_steps,
        from(0),
        {},
-       "wsd: steps of the decay at the end; 0: a fifth of train.steps"},
+       "schedule wsd: steps of the decay at the end; 0: a fifth of train.steps"},
       {"optim.schedule",
        &c.optim.schedule,
        any,
        {"constant", "linear", "cosine", "wsd"},
-       "learning rate after the warm-up"},
-      {"optim.beta1", &c.optim.beta1, fraction, {}, "adamw: decay of the first moment"},
-      {"optim.beta2", &c.optim.beta2, fraction, {}, "adamw: decay of the second moment"},
+       "learning rate schedule after the warm-up"},
+      {"optim.beta1", &c.optim.beta1, fraction, {}, "adamw: decay rate of the first moment"},
+      {"optim.beta2", &c.optim.beta2, fraction, {}, "adamw: decay rate of the second moment"},
       {"optim.eps", &c.optim.eps, positive, {}, "adamw: epsilon"},
       {"optim.momentum", &c.optim.momentum, fraction, {}, "sgd: momentum"},
       {"optim.weight_decay",
        &c.optim.weight_decay,
        not_negative,
        {},
-       "decoupled decay of matrices (not of norms and biases)"},
+       "decoupled weight decay of matrices (not of norms and biases)"},
       {"optim.stochastic_rounding",
        &c.optim.stochastic_rounding,
        any,
        {},
-       "adamw: bf16 and f16 parameters are rounded up or down by chance, so that they follow the "
-       "f32 masters on average"},
-      {"optim.clip", &c.optim.clip, not_negative, {}, "largest gradient norm; 0: no clipping"},
+       "adamw: stochastic rounding of bf16 and f16 parameters, so that they follow the f32 masters "
+       "on average"},
+      {"optim.clip",
+       &c.optim.clip,
+       not_negative,
+       {},
+       "gradient clipping: largest norm of all gradients; 0: no clipping"},
       {"optim.clip_p",
        &c.optim.clip_p,
        {0, kInfinity, true, false},
        {},
-       "of the gradient norm that clipping takes; inf: the largest magnitude"},
+       "p of the p-norm of gradients for clipping and the log; inf: the largest magnitude"},
 
       {"fsdp.strategy",
        &c.fsdp.strategy,
        any,
        {"full_shard", "shard_grad_op", "shard_optim", "no_shard", "hybrid_shard",
         "hybrid_shard_zero2"},
-       "what is sharded over ranks"},
+       "sharding strategy: what of parameters, gradients and optimizer states is sharded over "
+       "ranks"},
       {"fsdp.shard_size",
        &c.fsdp.shard_size,
        {0, 1048576},
@@ -623,218 +857,270 @@ std::vector<Field> config_fields(Config& c) {
        &c.fsdp.wrap,
        any,
        {"transformer_block", "every_n_blocks", "min_num_params", "whole_model"},
-       "what is gathered together: a unit"},
-      {"fsdp.wrap_every", &c.fsdp.wrap_every, {1, 10000}, {}, "wrap every_n_blocks: blocks a unit"},
+       "wrap policy: the modules whose parameters form a unit, gathered together"},
+      {"fsdp.wrap_every",
+       &c.fsdp.wrap_every,
+       {1, 10000},
+       {},
+       "wrap every_n_blocks: blocks in a unit"},
       {"fsdp.min_num_params",
        &c.fsdp.min_num_params,
        from(1),
        {},
-       "wrap min_num_params: parameters that make a module a unit"},
+       "wrap min_num_params: parameters from which a module is a unit"},
       {"fsdp.sync_every_micro_batch",
        &c.fsdp.sync_every_micro_batch,
        any,
        {"auto", "true", "shard", "false"},
-       "gradients travel after each pass: to all ranks, inside shard groups, or after the last "
-       "only"},
+       "gradient reduction in accumulation: true: over all ranks after each pass; shard: inside "
+       "shard groups; false: after the last pass only; auto: by the strategy"},
       {"fsdp.reshard_after_forward",
        &c.fsdp.reshard_after_forward,
        any,
        {"auto", "true", "false", "2", "3", "4", "6", "8", "12", "16", "32", "64"},
-       "as the strategy says, or keep 1/g of each unit and gather from g ranks in backward"},
+       "true, false: as the strategy says; g: keep 1/g of each unit after forward and gather it "
+       "from g ranks in backward"},
       {"fsdp.prefetch_forward",
        &c.fsdp.prefetch_forward,
        {0, 1024},
        {},
-       "units gathered ahead of the one that computes"},
-      {"fsdp.prefetch_backward", &c.fsdp.prefetch_backward, {0, 1024}, {}, "the same in backward"},
+       "units gathered ahead of the computing one in forward"},
+      {"fsdp.prefetch_backward",
+       &c.fsdp.prefetch_backward,
+       {0, 1024},
+       {},
+       "units gathered ahead of the computing one in backward"},
       {"fsdp.offload",
        &c.fsdp.offload,
        any,
        {"none", "optimizer", "params_and_optimizer"},
-       "what is kept in host memory: optimizer states and masters, or all shards"},
+       "shards kept in host memory: optimizer states and masters, or parameters and gradients too"},
       {"fsdp.communicators",
        &c.fsdp.communicators,
        {1, 2},
        {},
-       "2: gathers and reduces at the same time; 1: one after the other"},
+       "2: all-gather and reduce-scatter overlap; 1: one after the other"},
       {"fsdp.wire_dtype",
        &c.fsdp.wire_dtype,
        any,
        {"same", "f32", "bf16", "f16"},
-       "in which gradients travel to be summed in f32; same: reduce_dtype"},
+       "dtype in which gradients travel to be summed in f32; same: precision.reduce_dtype"},
 
       {"precision.param_dtype",
        &c.precision.param_dtype,
        any,
-       {"f32", "bf16", "f16"},
-       "dtype of gathered parameters and activations (masters are f32)"},
+       {"auto", "f32", "bf16", "f16"},
+       "dtype of gathered parameters and activations (masters are f32); auto: bf16 on cuda, f32 on "
+       "cpu, on a resume that of the checkpoint"},
       {"precision.reduce_dtype",
        &c.precision.reduce_dtype,
        any,
        {"f32", "bf16", "f16"},
-       "dtype of gradients before they are summed"},
+       "dtype of gradients that are reduced over ranks"},
       {"precision.output_dtype",
        &c.precision.output_dtype,
        any,
        {"same", "f32", "bf16", "f16"},
-       "dtype of the model's results (losses stay f32); same: as computed"},
+       "dtype of the model's outputs (losses stay f32); same: as computed"},
       {"precision.buffer_dtype",
        &c.precision.buffer_dtype,
        any,
        {"same", "f32", "bf16", "f16"},
-       "dtype of tensors that are no parameters; same: as the model has them"},
+       "bloom: dtype to which the ALiBi slopes are rounded; same: f32"},
       {"precision.cast_forward_inputs",
        &c.precision.cast_forward_inputs,
        any,
        {},
-       "what goes into a unit becomes param_dtype"},
+       "casts the floating-point inputs of a unit to param_dtype"},
       {"precision.norm_fp32",
        &c.precision.norm_fp32,
        any,
        {},
-       "norm parameters stay f32 beside bf16"},
+       "norm parameters stay f32 beside bf16 and f16"},
       {"precision.loss_scale",
        &c.precision.loss_scale,
        any,
        {"auto", "none", "static", "dynamic"},
-       "keeps small gradients in range; steps that overflow are skipped; auto: dynamic for f16"},
+       "loss scaling, which keeps small gradients in range; steps that overflow are skipped; auto: "
+       "dynamic for f16"},
       {"precision.loss_scale_init",
        &c.precision.loss_scale_init,
        {0, 16777216, true, false},
        {},
-       "the scale at the start, best a power of two"},
+       "loss scale at the start, best a power of two"},
       {"precision.loss_scale_interval",
        &c.precision.loss_scale_interval,
        from(1),
        {},
-       "dynamic: good steps until the scale doubles"},
+       "loss_scale dynamic: finite steps until the scale doubles"},
 
       {"recompute.policy",
        &c.recompute.policy,
        any,
        {"none", "full", "every_n", "selective"},
-       "blocks whose activations are computed again in backward; selective: of all blocks, those "
-       "of "
-       "norms and activation functions"},
-      {"recompute.every_n", &c.recompute.every_n, from(1), {}, "policy every_n: every n-th block"},
+       "activation recompute (checkpointing): blocks whose activations are computed again in "
+       "backward; selective: only norms and activation functions, of all blocks"},
+      {"recompute.every_n",
+       &c.recompute.every_n,
+       from(1),
+       {},
+       "policy every_n: recomputes every n-th block"},
 
-      {"memory.limit", &c.memory.limit, any, {}, "of the device, such as \"2GiB\"; none"},
-      {"output.dir", &c.output.dir, any, {}, "where metrics, status and the model go"},
+      {"memory.limit",
+       &c.memory.limit,
+       any,
+       {},
+       "most memory of the device, such as \"2GiB\"; none: no limit"},
+      {"output.dir",
+       &c.output.dir,
+       any,
+       {},
+       "directory for metrics, status, configuration and model"},
       {"output.peak_tflops",
        &c.output.peak_tflops,
        not_negative,
        {},
-       "peak of one rank's device, for MFU in the log; 0: no MFU"},
+       "peak TFLOP/s of one rank's device, for MFU in the log; 0: no MFU"},
       {"checkpoint.every",
        &c.checkpoint.every,
        from(0),
        {},
-       "steps a checkpoint, and one after the last step; 0: only when preempted"},
-      {"checkpoint.keep", &c.checkpoint.keep, from(1), {}, "newest checkpoints that stay"},
+       "steps from one checkpoint to the next, and one after the last step; 0: only when "
+       "preempted"},
+      {"checkpoint.keep", &c.checkpoint.keep, from(1), {}, "newest checkpoints that are kept"},
       {"checkpoint.best",
        &c.checkpoint.best,
        any,
        {},
-       "save after each evaluation that is the best so far, and keep that one"},
-      {"checkpoint.dir", &c.checkpoint.dir, any, {}, "where they go; empty: output.dir"},
+       "saves after each evaluation that is the best so far, and keeps that checkpoint"},
+      {"checkpoint.dir",
+       &c.checkpoint.dir,
+       any,
+       {},
+       "directory for checkpoints; empty: output.dir"},
       {"checkpoint.on_error",
        &c.checkpoint.on_error,
        any,
        {"warn", "stop"},
-       "what becomes of the run when a checkpoint cannot be written"},
+       "a checkpoint that cannot be written: warn and go on, or stop the run"},
       {"checkpoint.max_errors",
        &c.checkpoint.max_errors,
        from(0),
        {},
-       "failed checkpoints in a row that end a run that warns; 0: none do"},
+       "on_error warn: failed checkpoints in a row that end the run; 0: no limit"},
       {"checkpoint.resume",
        &c.checkpoint.resume,
        any,
        {},
-       "(also --resume) none; auto: from the newest whole checkpoint if there is one; or a path"},
+       "(also --resume) none; auto: from the newest whole checkpoint if there is one; or the path "
+       "of a checkpoint"},
       {"checkpoint.resume_override",
        &c.checkpoint.resume_override,
        any,
        {},
-       "(also --resume.override) resume although data, seed or batch are not the same"},
+       "(also --resume.override) resume although data, seed, batch or other settings are not those "
+       "of the checkpoint"},
 
       {"guard.max_skips",
        &c.guard.max_skips,
        from(0),
        {},
-       "steps in a row with a loss or gradient norm that is not finite, which change nothing, "
-       "until "
-       "the run stops"},
+       "steps in a row with a non-finite loss or gradient norm, which change nothing, before the "
+       "run stops"},
       {"guard.spike",
        &c.guard.spike,
        any,
        {"off", "skip", "rewind"},
-       "a step whose loss is far above the last ones changes nothing, or the run goes back to a "
+       "a step whose loss is far above the last ones: skip changes nothing, rewind goes back to a "
        "copy in memory and on with later data; the host waits for each step"},
       {"guard.spike_z",
        &c.guard.spike_z,
        positive,
        {},
-       "standard deviations above the mean that are a spike"},
+       "guard.spike: standard deviations above the mean from which a loss is a spike"},
       {"guard.spike_window",
        &c.guard.spike_window,
        {2, 1e6},
        {},
-       "losses that it is compared with"},
-      {"guard.max_spikes", &c.guard.max_spikes, from(0), {}, "spikes in a row until the run stops"},
+       "guard.spike: last losses that a loss is compared with"},
+      {"guard.max_spikes",
+       &c.guard.max_spikes,
+       from(0),
+       {},
+       "guard.spike: spikes in a row before the run stops"},
       {"guard.snapshot_every",
        &c.guard.snapshot_every,
        from(1),
        {},
-       "spike rewind: steps a copy in memory"},
+       "guard.spike rewind: steps from one copy of the state in memory to the next"},
 
       {"kernels.attention",
        &c.kernels.attention,
        any,
        {"own", "cudnn", "auto"},
-       "who computes attention on CUDA: this project's kernels (bitwise repeatable), cuDNN where "
-       "it "
-       "takes the problem, or the faster of both, timed once a shape"},
+       "attention on CUDA: this project's kernels (bitwise repeatable), cuDNN where it takes the "
+       "problem, or the faster of both, timed once a shape"},
       {"kernels.gemm",
        &c.kernels.gemm,
        any,
        {"auto", "own", "cublaslt"},
-       "who multiplies matrices on CUDA: cuBLASLt where it is installed, this project's kernel, or "
-       "cuBLASLt and an error without it"},
+       "GEMMs on CUDA: cuBLASLt where it is installed, this project's kernel, or cuBLASLt and an "
+       "error without it"},
 
       {"dist.timeout",
        &c.dist.timeout,
        {0.001, 1e9},
        {},
-       "seconds until a collective counts as hung"},
+       "seconds after which a collective that is not complete counts as hung"},
       {"dist.nccl_reduce",
        &c.dist.nccl_reduce,
        any,
        {"tree", "nccl"},
-       "who adds gradients on CUDA: the fixed tree over ranks, or NCCL in an order of its own"},
+       "gradient sums on CUDA: this project's fixed tree over ranks, or NCCL in an order of its "
+       "own"},
       {"dist.nccl_max_ctas",
        &c.dist.nccl_max_ctas,
        {0, 64},
        {},
-       "thread blocks that a NCCL communicator may use at once; 0: NCCL's choice"},
-      {"debug.poison", &c.debug.poison, any, {}, "fill freed memory with NaN"},
-      {"debug.order_check", &c.debug.order_check, any, {}, "check the order of memory accesses"},
-      {"debug.dist", &c.debug.dist, any, {}, "log each collective as it starts"},
+       "thread blocks (CTAs) that a NCCL communicator may use at once; 0: NCCL's choice"},
+      {"debug.poison", &c.debug.poison, any, {}, "fills freed memory with NaN"},
+      {"debug.order_check",
+       &c.debug.order_check,
+       any,
+       {},
+       "checks that events order all accesses of streams to the same memory"},
+      {"debug.dist", &c.debug.dist, any, {}, "logs each collective as it starts"},
       {"debug.trace",
        &c.debug.trace,
        any,
        {},
-       "a file for the timeline of all streams (Chrome trace, opens in Perfetto); FILE.1 and so on "
+       "file for the timeline of all streams (Chrome trace, opens in Perfetto); FILE.1 and so on "
        "for the ranks after the first"},
-      {"debug.trace_from", &c.debug.trace_from, from(1), {}, "the first step in the timeline"},
-      {"debug.nan_step", &c.debug.nan_step, from(0), {}, "make this step's loss NaN; 0: none"},
-      {"debug.nan_rank", &c.debug.nan_rank, {0, 1048576}, {}, "on this rank"},
-      {"debug.trace_steps", &c.debug.trace_steps, from(1), {}, "steps in the timeline"},
+      {"debug.trace_from",
+       &c.debug.trace_from,
+       from(1),
+       {},
+       "debug.trace: first step of the timeline"},
+      {"debug.nan_step",
+       &c.debug.nan_step,
+       from(0),
+       {},
+       "fault injection: step whose loss becomes NaN; 0: none"},
+      {"debug.nan_rank",
+       &c.debug.nan_rank,
+       {0, 1048576},
+       {},
+       "fault injection: rank whose loss becomes NaN at debug.nan_step"},
+      {"debug.trace_steps",
+       &c.debug.trace_steps,
+       from(1),
+       {},
+       "debug.trace: steps in the timeline"},
       {"debug.exposed_units",
        &c.debug.exposed_units,
        from(0),
        {},
-       "units in each line of metrics.jsonl, those that compute waited for longest"},
+       "units in each line of metrics.jsonl whose collectives compute waited for longest"},
   };
 }
 
@@ -858,8 +1144,10 @@ Config parse_config(std::string_view text, const std::string& name,
         fmt::format("{}:{}: {}", name, error.source().begin.line, error.description()));
   }
   apply_toml(fields, table, "", name, config);
+  config.is_resolved = text.starts_with(kResolvedComment);
   apply_overrides(fields, overrides, config);
   take_model_from(config);
+  derive_defaults(config);
   check_config(config);
   return config;
 }
@@ -877,7 +1165,7 @@ Config load_config(const std::string& path, std::span<const std::string> overrid
 
 std::string dump_config(const Config& config) {
   Config copy = config;
-  std::string out, section;
+  std::string out = std::string(kResolvedComment) + "\n", section;
   for (const Field& field : config_fields(copy)) {
     if (field.key == "model.from") continue;  // what it meant is in the other keys
     const std::string own = section_of(field.key);
@@ -891,10 +1179,50 @@ std::string dump_config(const Config& config) {
   return out;
 }
 
-std::string config_help() {
+void resolve_param_dtype(Config& config, bool is_cuda, const std::string& stored) {
+  std::string& dtype = config.precision.param_dtype;
+  if (dtype != "auto") return;
+  const bool is_known = !stored.empty() && stored != "auto";
+  dtype = is_known ? stored : is_cuda ? "bf16" : "f32";
+  check_rounding(config);
+}
+
+std::string derived_defaults(const Config& config) {
+  std::vector<std::string> all;
+  const OptimConfig& o = config.optim;
+  if (!config.model.from.empty() && !config.is_given("optim.lr")) {
+    all.push_back(
+        fmt::format("optim.lr = {} (that of fine-tuning, since model.from is given)", o.lr));
+  }
+  if (!config.is_given("optim.final_lr") && o.schedule != "constant") {
+    all.push_back(fmt::format("optim.final_lr = {} (a tenth of optim.lr)", o.final_lr));
+  }
+  return fmt::format("{}", fmt::join(all, "; "));
+}
+
+std::string config_help(std::string_view what) {
   Config config;
   std::string out;
-  for (const Field& field : config_fields(config)) {
+  std::vector<std::string_view> names;
+  const std::vector<Field> fields = config_fields(config);
+  for (const Field& field : fields) names.push_back(field.key);
+  const auto is_wanted = [&](const Field& field) {
+    return what.empty() || field.key == what || section_of(field.key) == what;
+  };
+  if (std::none_of(fields.begin(), fields.end(), is_wanted)) {
+    std::vector<std::string> sections;
+    for (const Field& field : fields) {
+      const std::string section = section_of(field.key);
+      if (!section.empty() && (sections.empty() || sections.back() != section)) {
+        sections.push_back(section);
+      }
+    }
+    throw ConfigError(
+        fmt::format("command line: --help {}, expected a section ({}) or a key (nearest: {})", what,
+                    fmt::join(sections, ", "), nearest_keys(what, names)));
+  }
+  for (const Field& field : fields) {
+    if (!is_wanted(field)) continue;
     const std::string expected = expected_text(field);
     out += fmt::format("  --{:<24} {}\n  {:<26} {}; default {}\n", field.key, field.doc, "",
                        expected, value_text(field));
@@ -931,6 +1259,44 @@ std::string_view nearest_name(std::string_view word, std::span<const std::string
     }
   }
   return best;
+}
+
+std::string nearest_keys(std::string_view word, std::span<const std::string_view> keys) {
+  std::string name(word);
+  std::replace(name.begin(), name.end(), '-', '_');
+  std::transform(name.begin(), name.end(), name.begin(),
+                 [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
+  const auto last = [](std::string_view key) { return key.substr(key.rfind('.') + 1); };
+  const std::string_view own = last(name);
+  const auto all_with = [&](auto&& is_meant) {
+    std::vector<std::string_view> found;
+    for (const std::string_view key : keys) {
+      if (found.size() < 3 && is_meant(last(key))) found.push_back(key);
+    }
+    return fmt::format("{}", fmt::join(found, ", "));
+  };
+  if (std::string same = all_with([&](std::string_view l) { return l == own; }); !same.empty()) {
+    return same;
+  }
+  for (const auto& [other, key] : kOtherNames) {
+    const bool is_there = std::find(keys.begin(), keys.end(), key) != keys.end();
+    if (own == other && is_there) return std::string(key);
+  }
+  const bool has_section = std::any_of(keys.begin(), keys.end(), [&](std::string_view key) {
+    return name.find('.') != std::string::npos && section_of(key) == section_of(name);
+  });
+  if (!has_section) {
+    size_t distance = std::max<size_t>(1, own.size() / 4);  // typing errors
+    std::string_view best;
+    for (const std::string_view key : keys) {
+      const size_t edits = edit_distance(own, last(key));
+      if (edits < distance + best.empty()) best = key, distance = edits;
+    }
+    if (!best.empty()) return std::string(best);
+    const auto contains = [&](std::string_view l) { return l.find(own) != std::string_view::npos; };
+    if (std::string parts = own.size() < 3 ? "" : all_with(contains); !parts.empty()) return parts;
+  }
+  return std::string(nearest_name(name, keys));
 }
 
 }  // namespace tessera::apps

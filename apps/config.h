@@ -19,7 +19,7 @@ struct ModelConfig {
   std::string from;  ///< a model of transformers; the other keys are then its
   std::string kind = "llama";
   int64_t layers = 4, heads = 4, kv_heads = 0, head_width = 0, width = 128, ffn = 0;
-  int64_t context = 64, vocab = 0;
+  int64_t context = 64, max_positions = 0, vocab = 0;
   std::string gelu = "tanh";
   bool tied = true, bias = true, qkv_bias = false, qk_norm = false;
   double rope_theta = 10000, norm_eps = 1e-5, dropout = 0;
@@ -61,7 +61,7 @@ struct FsdpConfig {
   std::string wire_dtype = "same";
 };
 struct PrecisionConfig {
-  std::string param_dtype = "f32", reduce_dtype = "f32", output_dtype = "same";
+  std::string param_dtype = "auto", reduce_dtype = "f32", output_dtype = "same";
   std::string buffer_dtype = "same", loss_scale = "auto";
   bool cast_forward_inputs = true, norm_fp32 = false;
   double loss_scale_init = 65536;
@@ -124,7 +124,10 @@ struct Config {
 
   /// Where a key was set: "configs/a.toml:12" or "command line"; "default" if nowhere.
   const std::string& origin(std::string_view key) const;
+  /// Whether a file or the command line sets it.
+  bool is_given(std::string_view key) const { return origins.contains(key); }
   std::map<std::string, std::string, std::less<>> origins;
+  bool is_resolved = false;  ///< read from what `dump_config` wrote, which has every key
 };
 
 /// Allowed numbers: from `low` to `high`, ends included unless open.
@@ -146,9 +149,11 @@ struct Field {
 std::vector<Field> config_fields(Config& config);
 
 /// The configuration of a TOML file ("" for none) with overrides `--section.key=value` or
-/// `--section.key value`, checked. ConfigError, with key, place and what is allowed, for an unknown
-/// key (it names the nearest one), a wrong type, a value out of range, a key given twice in the
-/// file, and values that contradict each other.
+/// `--section.key value`, checked. On the command line an integer may have an exponent (1e3).
+/// Defaults that depend on other keys: `optim.lr` is 1e-5 with `model.from`, `optim.final_lr` a
+/// tenth of `optim.lr`. ConfigError, with key, place and what is allowed, for an unknown key (it
+/// names the nearest one), a wrong type, a value out of range, a key given twice in the file, and
+/// values that contradict each other.
 Config load_config(const std::string& path, std::span<const std::string> overrides = {});
 
 /// The same from text; `name` stands for the file in messages.
@@ -157,17 +162,30 @@ Config parse_config(std::string_view toml, const std::string& name,
 
 /// Contradictions between keys; called by the two above.
 void check_config(const Config& config);
+/// Gives `precision.param_dtype = auto` its meaning: `stored`, which a checkpoint was trained with,
+/// or bf16 on cuda and f32 on the CPU. ConfigError for what that contradicts.
+void resolve_param_dtype(Config& config, bool is_cuda, const std::string& stored = "");
+/// "optim.lr = 1e-05 (model.from is given, optim.lr is not); ...": defaults that came from other
+/// keys; empty without any.
+std::string derived_defaults(const Config& config);
 
 /// The whole configuration as TOML that `load_config` reads to the same values.
 std::string dump_config(const Config& config);
 
-/// All keys with defaults, ranges and meaning, for --help.
-std::string config_help();
+/// Keys with defaults, ranges and meaning, for --help: all, or those of a section ("optim") or one
+/// ("optim.lr"). ConfigError that names the nearest one if there is neither.
+std::string config_help(std::string_view what = "");
 
 /// The numbers of a text such as "128001,128008"; none for "". ConfigError for anything else.
 std::vector<int64_t> parse_ids(std::string_view text);
 
 /// The candidate with the smallest edit distance to `word`.
 std::string_view nearest_name(std::string_view word, std::span<const std::string_view> candidates);
+
+/// Which of `keys` somebody means who writes `word`: the same last component in another section,
+/// the name that other trainers have for it (Hugging Face's TrainingArguments, torchtitan,
+/// nanoGPT), a last component with few typing errors, else the fewest edits. Several are joined by
+/// commas.
+std::string nearest_keys(std::string_view word, std::span<const std::string_view> keys);
 
 }  // namespace tessera::apps

@@ -26,7 +26,7 @@ template <class NnConfig>
 NnConfig common_config(const ModelConfig& config, int64_t vocab_size) {
   NnConfig c;
   c.vocab_size = vocab_size;
-  c.context_length = config.context;
+  c.context_length = std::max(config.context, config.max_positions);
   c.num_layers = config.layers;
   c.num_heads = config.heads;
   c.width = config.width;

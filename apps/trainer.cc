@@ -243,6 +243,9 @@ void Trainer::count_batches() {
 
 void Trainer::describe() {
   log_->print(dump_config(config_));
+  if (const std::string derived = derived_defaults(config_); !derived.empty()) {
+    log_->print("defaults: " + derived);
+  }
   log_->print(print_tree(*model_, [&](const nn::Module& m) { return fsdp_->unit_of(m); }));
   log_->print(fsdp_->summary());
   log_->print(fmt::format(
@@ -562,7 +565,8 @@ void Trainer::print_sample() {
 
 }  // namespace
 
-TrainResult train(const Config& config, dist::World& world) {
+TrainResult train(const Config& given, dist::World& world) {
+  Config config = given;
   world.set_timeout(std::chrono::milliseconds(static_cast<int64_t>(config.dist.timeout * 1e3)));
   world.set_verbose(config.debug.dist);
   dist::set_nccl_options({.native_reduce_scatter = config.dist.nccl_reduce == "nccl",
@@ -570,9 +574,11 @@ TrainResult train(const Config& config, dist::World& world) {
   set_attention_backend(attention_backend_from_name(config.kernels.attention));
   set_gemm_backend(gemm_backend_from_name(config.kernels.gemm));
   std::shared_ptr<Context> context;
+  const std::string stored_dtype = stored_param_dtype(config, world);
   world.control().verdict([&] {
     ContextOptions options;
     options.device = world.device(config.device);
+    resolve_param_dtype(config, options.device.type == DeviceType::kCuda, stored_dtype);
     check_kernel_libraries(config, options.device.type);
     options.num_threads = world.num_threads(static_cast<int>(config.train.threads));
     options.memory_limit = parse_nbytes(config.memory.limit);

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <cstring>
 #include <typeinfo>
 #include <unordered_set>
 
@@ -246,20 +247,34 @@ struct TreePrinter {
     return line;
   }
 
+  /// Notes that differ by the child's own name only, such as the unit blocks.7 of block 7, are one
+  /// of their kind: blocks.*.
+  static std::string without_own_name(const std::string& text, const std::string& name) {
+    std::string out;
+    for (size_t i = 0; i < text.size();) {
+      const size_t end = i + 1 + name.size();
+      const bool is_own = text[i] == '.' && text.compare(i + 1, name.size(), name) == 0 &&
+                          (end == text.size() || std::strchr(".,\n", text[end]) != nullptr);
+      out += is_own ? ".*" : std::string(1, text[i]);
+      i = is_own ? end : i + 1;
+    }
+    return out;
+  }
+
   std::vector<std::string> describe_children(Module& module, int depth) const {
     struct Run {
-      std::string first, last, text;
+      std::string first, last, text, folded;
       int64_t count;
     };
     const bool is_list = dynamic_cast<ModuleList*>(&module) != nullptr;
     std::vector<Run> runs;
     module.for_each_child([&](const std::string& name, Module& child) {
-      std::string text = describe(child, depth);
-      if (is_list && !runs.empty() && runs.back().text == text) {
+      std::string text = describe(child, depth), folded = without_own_name(text, name);
+      if (is_list && !runs.empty() && runs.back().folded == folded) {
         runs.back().last = name;
         ++runs.back().count;
       } else {
-        runs.push_back({name, name, std::move(text), 1});
+        runs.push_back({name, name, std::move(text), std::move(folded), 1});
       }
     });
     const std::string indent(static_cast<size_t>(2 * depth), ' ');
@@ -267,7 +282,7 @@ struct TreePrinter {
     for (const Run& run : runs) {
       lines.push_back(run.count == 1 ? fmt::format("{}({}): {}", indent, run.first, run.text)
                                      : fmt::format("{}({}-{}): {} x {}", indent, run.first,
-                                                   run.last, run.count, run.text));
+                                                   run.last, run.count, run.folded));
     }
     return lines;
   }

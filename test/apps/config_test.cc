@@ -116,7 +116,7 @@ TEST_CASE("config: what is wrong is named with key, place and what is allowed", 
        {kText},
        "f.toml:2: optim.final_lr = 1, expected at most optim.lr = 0.001"},
       {"[optim]\nstochastic_rounding = true",
-       {kText},
+       {kText, "--precision.param_dtype=f32"},
        "f.toml:2: optim.stochastic_rounding = true with precision.param_dtype = f32, expected bf16 "
        "or f16"},
       {"[optim]\nstochastic_rounding = true\nname = 'sgd'",
@@ -163,6 +163,20 @@ TEST_CASE("config: what is wrong is named with key, place and what is allowed", 
       {"",
        {"--train.step=3"},
        "command line: unknown key train.step, expected a known one (nearest: train.steps)"},
+      {"[model]\nmax_positions = 8\ncontext = 16",
+       {kText},
+       "f.toml:2: model.max_positions = 8, expected 0 or at least model.context = 16"},
+      {"",
+       {"--checkpoint.resume"},
+       "command line: --resume without a value, expected auto, none or the path of a checkpoint"},
+      {"",
+       {"--train.steps=1e18"},
+       "command line: train.steps = \"1e18\", expected an integer >= 1"},
+      {"",
+       {"--train.steps=1e-1"},
+       "command line: train.steps = \"1e-1\", expected an integer >= 1"},
+      {"", {"--train.steps=inf"}, "command line: train.steps = \"inf\", expected an integer >= 1"},
+      {"", {"--train.steps=-1e3"}, "command line: train.steps = -1e3, expected an integer >= 1"},
       {"", {"--train.steps=3.5"}, "command line: train.steps = \"3.5\", expected an integer >= 1"},
       {"", {"--train.steps=0"}, "command line: train.steps = 0, expected an integer >= 1"},
       {"",
@@ -241,6 +255,7 @@ TEST_CASE("config: the dump reads back as the same values, whatever they are", "
   }
   config.model = {};
   config.data = {};
+  config.precision.param_dtype = "bf16";
   config.data.text = "a\"b\\c\n\t\x01\x7f \xc3\xa9";
   config.train.global_batch = 0;
   config.memory.limit = "3 GiB";
@@ -296,4 +311,124 @@ TEST_CASE("config: nearest_name prefers the fewest edits", "[config]") {
   CHECK(nearest_name("sed", names) == "seed");
   CHECK(nearest_name("microbatch", names) == "micro_batch");
   CHECK(nearest_name("", names) == "seed");
+}
+
+TEST_CASE("config: the nearest key is the one that is meant, whatever its section", "[config]") {
+  Config config;
+  const std::vector<Field> fields = config_fields(config);
+  std::vector<std::string_view> keys;
+  for (const Field& field : fields) keys.push_back(field.key);
+  const std::pair<const char*, const char*> cases[] = {
+      {"lr", "optim.lr"},
+      {"steps", "train.steps"},
+      {"seed", "train.seed"},
+      {"text", "data.text"},
+      {"model.lr", "optim.lr"},
+      {"training.steps", "train.steps"},
+      {"batch_size", "train.micro_batch"},
+      {"training.local_batch_size", "train.micro_batch"},
+      {"per-device-train-batch-size", "train.micro_batch"},
+      {"epochs", "train.steps"},
+      {"learning_rate", "optim.lr"},
+      {"Learning_Rate", "optim.lr"},
+      {"n_layer", "model.layers"},
+      {"min_lr", "optim.final_lr"},
+      {"gradient_checkpointing", "recompute.policy"},
+      {"dir", "output.dir, checkpoint.dir"},
+      {"batch", "train.micro_batch, train.global_batch, train.eval_batches"},
+      {"sedd", "train.seed"},
+      {"stratgy", "fsdp.strategy"},
+      {"model.layer", "model.layers"},
+      {"train.step", "train.steps"},
+      {"devise", "device"},
+      {"optim.mommentum", "optim.momentum"},
+  };
+  for (const auto& [word, expected] : cases) {
+    CAPTURE(word);
+    CHECK(nearest_keys(word, keys) == expected);
+  }
+  CHECK(error_of([] { parse_config("learning_rate = 1e-3", "f.toml"); }) ==
+        "f.toml:1: unknown key learning_rate, expected a known one (nearest: optim.lr)");
+}
+
+TEST_CASE("config: an integer on the command line may have an exponent", "[config]") {
+  const auto steps = [](const char* text) {
+    return parse_config("", "",
+                        std::vector<std::string>{kText, std::string("--train.steps=") + text})
+        .train.steps;
+  };
+  CHECK(steps("1e3") == 1000);
+  CHECK(steps("2.5e3") == 2500);
+  CHECK(steps("1000.0") == 1000);
+  CHECK(steps("1000") == 1000);
+}
+
+TEST_CASE("config: optim.final_lr is a tenth of optim.lr unless it is given", "[config]") {
+  const auto optim = [](std::vector<std::string> overrides) {
+    overrides.push_back(kText);
+    return parse_config("", "", overrides).optim;
+  };
+  CHECK(optim({}).final_lr == 1e-4);
+  CHECK(optim({"--optim.lr=1e-5"}).final_lr == 1e-6);
+  CHECK(optim({"--optim.lr=3e-3"}).final_lr == 3e-4);
+  CHECK(optim({"--optim.lr=0"}).final_lr == 0);
+  CHECK(optim({"--optim.lr=1e-5", "--optim.final_lr=1e-5"}).final_lr == 1e-5);
+  CHECK(error_of([&] {
+          optim({"--optim.lr=1e-5", "--optim.final_lr=1e-4"});
+        }) == "command line: optim.final_lr = 0.0001, expected at most optim.lr = 1e-05");
+  // It is said, until the resolved configuration gives it.
+  const Config config = parse_config("", "", std::vector<std::string>{kText, "--optim.lr=1e-5"});
+  CHECK(derived_defaults(config) == "optim.final_lr = 1e-06 (a tenth of optim.lr)");
+  const Config again = parse_config(dump_config(config), "resolved");
+  CHECK(again.optim.final_lr == 1e-6);
+  CHECK(again.is_resolved);
+  CHECK_FALSE(config.is_resolved);
+  CHECK(derived_defaults(again).empty());
+}
+
+TEST_CASE("config: param_dtype auto is bf16 on cuda, f32 on the CPU, or the checkpoint's",
+          "[config]") {
+  const auto resolved = [](std::vector<std::string> overrides, bool is_cuda,
+                           const std::string& stored = "") {
+    overrides.push_back(kText);
+    Config config = parse_config("", "", overrides);
+    resolve_param_dtype(config, is_cuda, stored);
+    return config.precision.param_dtype;
+  };
+  CHECK(resolved({}, false) == "f32");
+  CHECK(resolved({}, true) == "bf16");
+  CHECK(resolved({}, true, "f32") == "f32");
+  CHECK(resolved({}, false, "f16") == "f16");
+  CHECK(resolved({"--precision.param_dtype=f32"}, true) == "f32");
+  CHECK(resolved({"--precision.param_dtype=bf16"}, false, "f32") == "bf16");
+  CHECK(resolved({"--optim.stochastic_rounding=true"}, true) == "bf16");
+  CHECK(error_of([&] { resolved({"--optim.stochastic_rounding=true"}, false); }) ==
+        "command line: optim.stochastic_rounding = true with precision.param_dtype = f32, expected "
+        "bf16 or f16");
+}
+
+TEST_CASE("config: help of a section, of a key, and of neither", "[config]") {
+  const std::string optim = config_help("optim");
+  CHECK(optim.find("--optim.lr ") != std::string::npos);
+  CHECK(optim.find("--train.steps") == std::string::npos);
+  const std::string device = config_help("device");
+  CHECK(device.find("--device ") != std::string::npos);
+  CHECK(device.find("--optim") == std::string::npos);
+  CHECK(config_help("optim.lr").find("peak learning rate") != std::string::npos);
+  const std::string unknown = error_of([] { config_help("learning_rate"); });
+  CHECK(
+      unknown.starts_with("command line: --help learning_rate, expected a section (model, data, "));
+  CHECK(unknown.ends_with("or a key (nearest: optim.lr)"));
+}
+
+TEST_CASE("config: each line of help can be read alone", "[config]") {
+  Config config;
+  for (const Field& field : config_fields(config)) {
+    CAPTURE(field.key, field.doc);
+    const std::string_view first = field.doc.substr(0, field.doc.find(' '));
+    for (const char* word : {"of", "and", "by", "on", "in", "as", "with", "that", "which", "where",
+                             "until", "what", "who", "how"}) {
+      CHECK(first != word);
+    }
+  }
 }

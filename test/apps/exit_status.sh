@@ -65,7 +65,7 @@ for words in "${launches[@]}"; do
   fi
   expect 2 "fsdp.reshard_after_forward: 64, expected true, false or a divisor" \
     "$train" "$config" "${common[@]}" --data.text="$dir/text" --fsdp.reshard_after_forward=64
-  expect 2 "--checkpoint.resume without a value, expected a string" \
+  expect 2 "--resume without a value, expected auto, none or the path of a checkpoint" \
     "$train" "$config" "${common[@]}" --data.text="$dir/text" --resume --train.seed=2
   expect 0 "line" "$generate" --checkpoint "$dir/out" --prompt line --tokens 0
   expect 2 "--temperature, --top-p: nan is not a number" \
@@ -73,6 +73,8 @@ for words in "${launches[@]}"; do
   expect 2 "--checkpoint is required" "$generate"
   expect 2 "config.toml: cannot be read" "$generate" --checkpoint "$dir/none"
   expect 0 "tessera-train [CONFIG.toml] [--section.key=value ...]" "$train" --help
+  expect 0 "--optim.lr " "$train" --help optim
+  expect 2 "--help learning_rate, expected a section (" "$train" --help learning_rate
 done
 
 launch=()

@@ -56,6 +56,7 @@ TEST_CASE("model_from: the sizes are those of config.json", "[model_from]") {
   CHECK(llama.model.kind == "llama");
   CHECK(llama.model.vocab == 40);
   CHECK(llama.model.context == 8);  // shorter than the file's 32
+  CHECK(llama.model.max_positions == 32);
   CHECK(llama.model.kv_heads == 2);
   CHECK(llama.model.rope_scaling == "llama3");
   CHECK(llama.model.rope_theta == 100);
@@ -95,6 +96,46 @@ TEST_CASE("model_from: ids of begin, end and padding go through a checkpoint int
   for (const char* key : {"bos_token_id", "eos_token_id", "pad_token_id"}) {
     CHECK_FALSE(none.contains(key));
   }
+}
+
+TEST_CASE("model_from: training at a shorter context keeps the model's own limit", "[model_from]") {
+  for (const auto& [family, limit_key, limit] :
+       {std::tuple{"gpt2", "n_positions", 24}, std::tuple{"llama3", "max_position_embeddings", 32},
+        std::tuple{"bloom", "seq_length", 0}}) {
+    CAPTURE(family);
+    const TempDir dir;
+    const Config config = config_for(dir, family, {"--checkpoint.every=3"});
+    CHECK(config.model.context == 8);
+    dist::run_ranks(2, [&](dist::World& world) { train(config, world); });
+    std::FILE* out = std::fopen((dir / "log").c_str(), "w");
+    CHECK(checkpoint_command({"export", config.output.dir, dir / "hf"}, out) == 0);
+    std::fclose(out);
+    const auto before = nlohmann::json::parse(read_file(folder(family) + "/config.json"));
+    const auto after = nlohmann::json::parse(read_file(dir / "hf/config.json"));
+    const int expected = limit != 0 ? limit : before.value(limit_key, 2048);
+    CHECK(after[limit_key] == expected);
+    if (std::string(family) == "gpt2") {  // all rows of the position embedding
+      const SavedModel saved = load_model(dir / "out");
+      CHECK(saved.model->parameter("position.weight").tensor.shape() == Shape{24, 16});
+    }
+  }
+}
+
+TEST_CASE("model_from: the learning rate of fine-tuning is 1e-5 unless it is given",
+          "[model_from]") {
+  const TempDir dir;
+  const auto load = [&](std::vector<std::string> extra) {
+    extra.push_back("--model.from=" + folder("gpt2"));
+    extra.push_back("--data.tokens=" + write_tokens(dir));
+    return load_config("", extra);
+  };
+  CHECK(load({}).optim.lr == 1e-5);
+  CHECK(load({}).optim.final_lr == 1e-6);
+  CHECK(derived_defaults(load({})) ==
+        "optim.lr = 1e-05 (that of fine-tuning, since model.from is given); optim.final_lr = 1e-06 "
+        "(a tenth of optim.lr)");
+  CHECK(load({"--optim.lr=0.01"}).optim.lr == 0.01);
+  CHECK(load({"--optim.lr=0.01"}).optim.final_lr == 0.001);
 }
 
 TEST_CASE("model_from: the resolved configuration stands on its own", "[model_from]") {

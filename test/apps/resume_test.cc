@@ -299,6 +299,14 @@ TEST_CASE("resume: F41: twice from the same step is the same; other data, seed o
   CHECK(losses(out).size() == kSteps);
 }
 
+TEST_CASE("resume: param_dtype that is not given is the checkpoint's", "[resume]") {
+  const SavedRun run(2, {"--precision.param_dtype=bf16"});
+  const std::string out = run.copy("again");
+  train_on(2, run.resumed(out));
+  CHECK(load_config(out + "/config.toml").precision.param_dtype == "bf16");
+  CHECK(losses(out) == run.expected);
+}
+
 TEST_CASE("resume: from a path, on into another directory", "[resume]") {
   const SavedRun saved(2);
   for (const char* from : {"out/step-00000010", "out/step-00000010/"}) {

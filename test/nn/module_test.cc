@@ -325,6 +325,15 @@ TEST_CASE("module: print_tree shows names, shapes, parameters and notes", "[modu
   CHECK(noted.find("(3): Leaf(4)  # weight [4, 3] f32, bias [4] f32, 16 parameters, unit 4\n") !=
         std::string::npos);
   CHECK(noted.find("(4-11): 8 x Leaf(4)") != std::string::npos);
+  // A unit a block: notes that differ by the block's own name are one.
+  const std::string units = print_tree(net, [&](const Module& module) {
+    for (int i = 0; i < 12; ++i) {
+      if (&module == net.blocks[i].get()) return fmt::format("blocks.{}", i);
+    }
+    return std::string();
+  });
+  CHECK(units.find("(0-11): 12 x Leaf(4)  # weight [4, 3] f32, bias [4] f32, 16 parameters, "
+                   "blocks.*\n") != std::string::npos);
   Leaf big(1000);
   CHECK(print_tree(big).find("4,000 parameters") != std::string::npos);
 }
