@@ -6,8 +6,6 @@
 #include <algorithm>
 #include <charconv>
 #include <cmath>
-#include <filesystem>
-#include <fstream>
 #include <iterator>
 #include <limits>
 #include <numeric>
@@ -15,6 +13,7 @@
 #include <sstream>
 
 #include "apps/model_from.h"
+#include "core/files.h"
 #include "core/runtime/allocator.h"
 #include "kernels/attention/kernel.h"
 
@@ -22,6 +21,7 @@ namespace tessera::apps {
 namespace {
 
 constexpr double kMaxCount = 1e12;
+constexpr int64_t kMaxConfigNbytes = 1 << 20;
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr std::string_view kResolvedComment = "# The resolved configuration: every key.";
 
@@ -1154,11 +1154,11 @@ Config parse_config(std::string_view text, const std::string& name,
 
 Config load_config(const std::string& path, std::span<const std::string> overrides) {
   if (path.empty()) return parse_config("", "", overrides);
-  std::ifstream file;
-  if (std::filesystem::is_regular_file(path)) file.open(path, std::ios::binary);
-  const std::string text{std::istreambuf_iterator<char>(file), {}};
-  if (!file.is_open() || file.bad()) {
-    throw ConfigError(fmt::format("{}: cannot be read, expected a TOML file", path));
+  std::string text;
+  try {
+    text = read_regular_file(path, kMaxConfigNbytes);
+  } catch (const InputError& error) {
+    throw ConfigError(error.what());
   }
   return parse_config(text, path, overrides);
 }

@@ -7,6 +7,7 @@
 
 #include <cerrno>
 #include <cstring>
+#include <utility>
 
 #include "core/check.h"
 
@@ -21,12 +22,14 @@ std::string system_error() {
 class Descriptor {
  public:
   explicit Descriptor(int fd) : fd_(fd) {}
+  Descriptor(Descriptor&& other) noexcept : fd_(other.release()) {}
   ~Descriptor() {
     if (fd_ >= 0) ::close(fd_);
   }
   Descriptor(const Descriptor&) = delete;
   Descriptor& operator=(const Descriptor&) = delete;
   int get() const { return fd_; }
+  int release() { return std::exchange(fd_, -1); }
   int close() {
     const int result = ::close(fd_);
     fd_ = -1;
@@ -37,18 +40,73 @@ class Descriptor {
   int fd_;
 };
 
+std::string_view kind_of(mode_t mode) {
+  if (S_ISDIR(mode)) return "a directory";
+  if (S_ISFIFO(mode)) return "a FIFO";
+  if (S_ISSOCK(mode)) return "a socket";
+  if (S_ISCHR(mode) || S_ISBLK(mode)) return "a device";
+  return "not a regular file";
+}
+
+struct OpenFile {
+  Descriptor fd;
+  int64_t nbytes;
+};
+
+OpenFile open_regular(const std::string& path) {
+  // Without O_NONBLOCK the open of a FIFO waits for a writer, and that of some devices for a line.
+  OpenFile file{Descriptor(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY)), 0};
+  const int error = errno;
+  struct stat status {};
+  const bool is_found =
+      file.fd.get() < 0 ? ::stat(path.c_str(), &status) == 0 : ::fstat(file.fd.get(), &status) == 0;
+  if (is_found && !S_ISREG(status.st_mode)) {  // a socket cannot even be opened
+    throw InputError(fmt::format("{}: {}, expected a regular file", path, kind_of(status.st_mode)));
+  }
+  if (file.fd.get() < 0) {
+    throw InputError(fmt::format("{}: {}, expected a file", path, std::strerror(error)));
+  }
+  file.nbytes = status.st_size;
+  return file;
+}
+
 }  // namespace
 
-MappedFile::MappedFile(const std::string& path) : path_(path) {
-  const Descriptor fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
-  if (fd.get() < 0) throw InputError(fmt::format("{}: {}, expected a file", path, system_error()));
-  struct stat status {};
-  if (::fstat(fd.get(), &status) != 0 || !S_ISREG(status.st_mode)) {
-    throw InputError(fmt::format("{}: not a regular file, expected a file", path));
+int open_regular_file(const std::string& path) {
+  return open_regular(path).fd.release();
+}
+
+std::string read_regular_file(const std::string& path, int64_t max_nbytes) {
+  const OpenFile file = open_regular(path);
+  const auto check_size = [&](int64_t nbytes) {
+    if (nbytes <= max_nbytes) return;
+    throw InputError(fmt::format("{}: {} bytes, expected at most {}", path, nbytes, max_nbytes));
+  };
+  check_size(file.nbytes);
+  // Files of /proc say that they have no bytes, and a file may grow: what is read counts.
+  std::string text(static_cast<size_t>(file.nbytes) + 1, '\0');
+  size_t length = 0;
+  while (true) {
+    if (length == text.size()) text.resize(2 * length);
+    const ssize_t num_read = ::read(file.fd.get(), text.data() + length, text.size() - length);
+    if (num_read < 0 && errno == EINTR) continue;
+    if (num_read < 0) {
+      throw InputError(fmt::format("{}: cannot be read: {}", path, system_error()));
+    }
+    if (num_read == 0) break;
+    length += static_cast<size_t>(num_read);
+    check_size(static_cast<int64_t>(length));
   }
-  nbytes_ = status.st_size;
+  text.resize(length);
+  return text;
+}
+
+MappedFile::MappedFile(const std::string& path) : path_(path) {
+  const OpenFile file = open_regular(path);
+  nbytes_ = file.nbytes;
   if (nbytes_ == 0) return;
-  void* mapped = ::mmap(nullptr, static_cast<size_t>(nbytes_), PROT_READ, MAP_PRIVATE, fd.get(), 0);
+  void* mapped =
+      ::mmap(nullptr, static_cast<size_t>(nbytes_), PROT_READ, MAP_PRIVATE, file.fd.get(), 0);
   if (mapped == MAP_FAILED) {
     throw InputError(fmt::format("{}: cannot be mapped: {}", path, system_error()));
   }

@@ -7,6 +7,14 @@
 
 namespace tessera {
 
+/// A descriptor of the regular file, open for reading; the caller closes it. Never waits: what is
+/// no regular file (a FIFO, a device, a socket, a directory) is refused by its kind. Every reader
+/// of a file that a user names goes through this. InputError that begins with `path`.
+int open_regular_file(const std::string& path);
+
+/// The whole of a regular file, for small ones. InputError, also for more than `max_nbytes`.
+std::string read_regular_file(const std::string& path, int64_t max_nbytes);
+
 /// A whole file, memory-mapped for reading. InputError if it cannot be: missing, not a regular
 /// file.
 class MappedFile {

@@ -219,9 +219,9 @@ TEST_CASE("config: errors are ConfigErrors with exit status 2", "[config]") {
 TEST_CASE("config: a missing file is named", "[config]") {
   const testing::TempDir dir;
   CHECK(error_of([&] { load_config(dir / "none.toml"); }) ==
-        dir / "none.toml: cannot be read, expected a TOML file");
+        dir / "none.toml: No such file or directory, expected a file");
   CHECK(error_of([&] { load_config(dir.path()); }) ==
-        dir.path() + ": cannot be read, expected a TOML file");
+        dir.path() + ": a directory, expected a regular file");
 }
 
 TEST_CASE("config: the command line wins over the file, the file over the default", "[config]") {

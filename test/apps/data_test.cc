@@ -188,7 +188,7 @@ TEST_CASE("data: a bad token shard is named with counts", "[data]") {
   CHECK(error_of([&] { load_token_shard(dir / "none.bin"); }) ==
         dir / "none.bin: No such file or directory, expected a file");
   CHECK(error_of([&] { load_token_shard(dir.path()); }) ==
-        dir.path() + ": not a regular file, expected a file");
+        dir.path() + ": a directory, expected a regular file");
 }
 
 TEST_CASE("data: too little data and ids outside the vocabulary are input errors", "[data]") {

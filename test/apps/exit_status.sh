@@ -28,6 +28,7 @@ expect() {  # status, text, command ...
 }
 
 for i in $(seq 200); do echo "line $i of a text"; done >"$dir/text"
+mkfifo "$dir/fifo"
 printf '[model]\nlayer = 3\n' >"$dir/bad.toml"
 head -c 1500 /dev/zero >"$dir/zeros.bin"
 config=$root/configs/llama_tiny.toml
@@ -39,7 +40,10 @@ for words in "${launches[@]}"; do
   read -r -a launch <<<"$words"
   expect 2 "unknown key model.layer, expected a known one (nearest: model.layers)" \
     "$train" "$dir/bad.toml" --data.text="$dir/text"
-  expect 2 "cannot be read, expected a TOML file" "$train" "$dir/none.toml"
+  expect 2 "No such file or directory, expected a file" "$train" "$dir/none.toml"
+  expect 2 "fifo: a FIFO, expected a regular file" "$train" "$dir/fifo" --data.text="$dir/text"
+  expect 3 "fifo: a FIFO, expected a regular file" \
+    "$train" "$config" "${common[@]}" --data.text="$dir/fifo"
   expect 2 "train.steps = 0, expected an integer >= 1" "$train" "$config" --train.steps=0
   expect 2 "model.width = 100, expected a multiple of model.heads = 3" \
     "$train" "$config" --data.text="$dir/text" --model.width=100 --model.heads=3
