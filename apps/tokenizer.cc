@@ -7,31 +7,10 @@
 
 #include "core/check.h"
 #include "core/files.h"
+#include "core/text.h"
 
 namespace tessera::apps {
 namespace {
-
-/// Bytes of the UTF-8 character at `offset`; 0 if there is none (truncated, overlong, surrogate).
-size_t utf8_length(std::string_view text, size_t offset) {
-  const auto byte = [&](size_t i) {
-    return offset + i < text.size() ? static_cast<unsigned char>(text[offset + i]) : 0u;
-  };
-  const auto is_tail = [&](size_t i) { return (byte(i) & 0xc0u) == 0x80u; };
-  const unsigned first = byte(0), second = byte(1);
-  if (first < 0x80) return 1;
-  if (first >= 0xc2 && first <= 0xdf) return is_tail(1) ? 2 : 0;
-  if ((first & 0xf0u) == 0xe0u) {
-    const bool overlong = first == 0xe0 && second < 0xa0;
-    const bool surrogate = first == 0xed && second > 0x9f;
-    return is_tail(1) && is_tail(2) && !overlong && !surrogate ? 3 : 0;
-  }
-  if (first >= 0xf0 && first <= 0xf4) {
-    const bool overlong = first == 0xf0 && second < 0x90;
-    const bool too_large = first == 0xf4 && second > 0x8f;
-    return is_tail(1) && is_tail(2) && is_tail(3) && !overlong && !too_large ? 4 : 0;
-  }
-  return 0;
-}
 
 /// The characters of a text in order. InputError, with `what` in front, where it is not UTF-8.
 template <class F>

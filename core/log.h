@@ -7,8 +7,12 @@
 namespace tessera {
 
 /// One line on stderr, prefixed "[rank r] " once a rank is set; written by a single call, so that
-/// lines of several ranks do not mix.
+/// lines of several ranks do not mix. Names in the message may be anybody's: control characters and
+/// what is not UTF-8 are escaped and long ones cut (see core/text.h), so that they can neither
+/// steer a terminal nor look like further lines of ours.
 void log_line(std::string_view level, std::string_view message);
+/// For what all ranks see alike, perhaps several times: once a process, and by rank 0 alone.
+void log_once(std::string_view level, std::string_view message);
 void set_log_rank(int rank);
 
 template <class... Args>

@@ -1,0 +1,63 @@
+#include "core/log.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <catch2/catch.hpp>
+#include <functional>
+#include <string>
+
+#include "test/temp_dir.h"
+
+namespace tessera {
+namespace {
+
+/// What goes to stderr meanwhile.
+std::string stderr_of(const std::function<void()>& f) {
+  const testing::TempDir dir;
+  const int saved = ::dup(STDERR_FILENO);
+  const int fd = ::open(dir.write("stderr", "").c_str(), O_WRONLY);
+  ::dup2(fd, STDERR_FILENO);
+  f();
+  ::dup2(saved, STDERR_FILENO);
+  ::close(fd);
+  ::close(saved);
+  return testing::read_file(dir / "stderr");
+}
+
+}  // namespace
+
+TEST_CASE("log: a name in a message cannot forge a line or steer the terminal", "[log]") {
+  CHECK(stderr_of([] { log_error("no tensor {}", "a\nerror: b\x1b[2J\xff"); }) ==
+        "error: no tensor a\\nerror: b\\x1b[2J\\xff\n");
+  CHECK(stderr_of([] { log_info("{}", "a\r\nwarning: b"); }) == "a\\r\\nwarning: b\n");
+  // A table of ours.
+  CHECK(stderr_of([] { log_error("out of memory\n  a 1\n  b 2\n"); }) ==
+        "error: out of memory\n  a 1\n  b 2\n");
+}
+
+TEST_CASE("log: a message is bounded and keeps its end", "[log]") {
+  const std::string line =
+      stderr_of([] { log_error("{}: expected another", std::string(10'000'000, 'x')); });
+  CHECK(line.size() < 5000);
+  CHECK(line.starts_with("error: xxx"));
+  CHECK(line.ends_with("xxx: expected another\n"));
+  std::string lines = "many";
+  for (int i = 0; i < 100'000; ++i) lines += "\n  line";
+  CHECK(stderr_of([&] { log_error("{}", lines); }).size() < 70'000);
+}
+
+TEST_CASE("log: what all ranks see is said once", "[log]") {
+  const auto both = [] {
+    log_once("warning", "the same");
+    log_once("warning", "the same");
+  };
+  CHECK(stderr_of([&] {
+          set_log_rank(1);
+          log_once("warning", "the same");
+          set_log_rank(-1);
+          both();
+        }) == "warning: the same\n");
+}
+
+}  // namespace tessera

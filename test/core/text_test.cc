@@ -1,0 +1,47 @@
+#include "core/text.h"
+
+#include <catch2/catch.hpp>
+#include <vector>
+
+namespace tessera {
+
+TEST_CASE("text: what steers a terminal is escaped, what is printable stays", "[text]") {
+  CHECK(printable("weight \"a\\b\" äöü 中 😀") == "weight \"a\\b\" äöü 中 😀");
+  CHECK(printable("a\x1b[2Jb\nc\rd\te\x7f") == "a\\x1b[2Jb\\nc\\rd\\te\\x7f");
+  CHECK(printable(std::string("a\0b", 3)) == "a\\x00b");
+  CHECK(printable("\xc2\x9b"
+                  "31m") == "\\u009b31m");  // a control sequence of one character
+  CHECK(printable("\xff\xc3") == "\\xff\\xc3");
+  CHECK(printable("\xe2\x80\xae"
+                  "a\xe2\x80\xa8") == "\\u202ea\\u2028");
+  CHECK(printable("a\nb\tc\x1b", "\n\t") == "a\nb\tc\\x1b");
+  const std::string once = printable("\\n \x1b \xff \n");
+  CHECK(printable(once) == once);
+}
+
+TEST_CASE("text: lines of a message that begin at the left are escaped", "[text]") {
+  CHECK(printable_message("out of memory\n  class  now\n  total  2\n") ==
+        "out of memory\n  class  now\n  total  2");
+  CHECK(printable_message("no tensor a\nerror: b") == "no tensor a\\nerror: b");
+  CHECK(printable_message("no tensor a\n error: b\r\n  c") == "no tensor a\\n error: b\\r\n  c");
+}
+
+TEST_CASE("text: long names keep their beginning and end", "[text]") {
+  CHECK(shorten("abc", 3) == "abc");
+  CHECK(shorten("abcdefghijkl", 6) == "abcd[... 6 bytes ...]kl");
+  CHECK(shorten(std::string(1000, 'x')).size() < kMaxShown + 30);
+  // At characters: each has two bytes.
+  CHECK(shorten("ääääääää", 9) == "äää[... 8 bytes ...]ä");
+  CHECK(shorten(std::string(100, '\x80'), 10).size() < 40);
+}
+
+TEST_CASE("text: a list shows a few and counts the rest", "[text]") {
+  const std::vector<std::string> names = {"a", "b", "c", "d"};
+  CHECK(join_few(names) == "a, b, c, d");
+  CHECK(join_few(names, "; ", 2) == "a; b and 2 more");
+  CHECK(join_few(names, ", ", 4) == "a, b, c, d");
+  CHECK(join_few(std::vector<std::string_view>{}).empty());
+  CHECK(join_few(std::vector<std::string>(5000, std::string(5000, 'x'))).size() < 3000);
+}
+
+}  // namespace tessera
