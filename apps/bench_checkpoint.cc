@@ -2,11 +2,15 @@
 // into host memory, and of a step during which a checkpoint is written, in turns, so that what else
 // the machine does meets all three alike; the writer's bytes/s beside `dd` on the same disk. Ends
 // with status 1 if the step that saves takes more than 1.2 normal steps and the copy, by medians.
+#include <stdlib.h>
+
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <filesystem>
 #include <thread>
 #include <vector>
@@ -43,6 +47,44 @@ struct Options {
   int64_t layers = 8, width = 512, vocab = 16384, tokens = 256;
   int saves = 7;
 };
+
+/// A fresh directory in `parent`, which rank 0 makes, and removes at the end with what is in it; a
+/// parent that was there before stays, with all that is in it. Collective.
+class ScratchDir {
+ public:
+  ScratchDir(const std::string& parent, dist::World& world) {
+    world.control().verdict([&] {
+      if (world.rank() != 0) return;
+      std::error_code error;
+      std::filesystem::create_directories(parent, error);
+      std::string name = parent + "/tessera-bench-checkpoint-XXXXXX";
+      if (::mkdtemp(name.data()) == nullptr) {
+        throw IoError(fmt::format("--dir {}: {}, expected a directory that can be written", parent,
+                                  std::strerror(errno)));
+      }
+      mine_ = path_ = name;
+    });
+    path_ = world.control().broadcast(path_, 0);
+  }
+  ~ScratchDir() {
+    std::error_code ignored;
+    if (!mine_.empty()) std::filesystem::remove_all(mine_, ignored);
+  }
+  ScratchDir(const ScratchDir&) = delete;
+  ScratchDir& operator=(const ScratchDir&) = delete;
+
+  const std::string& path() const { return path_; }
+
+ private:
+  std::string path_, mine_;  // `mine_`: of the rank that made it
+};
+
+/// For a shell: one word, whatever is in it.
+std::string shell_word(const std::string& text) {
+  std::string word = "'";
+  for (const char c : text) word += c == '\'' ? std::string("'\\''") : std::string(1, c);
+  return word + "'";
+}
 
 /// A training whose steps are timed from an idle device to an idle device.
 class Bench {
@@ -109,6 +151,7 @@ int run(const Options& options, dist::World& world) {
   context_options.num_threads = world.num_threads();
   const auto context = std::make_shared<Context>(context_options);
   const Context::Scope scope(context);
+  const ScratchDir scratch(options.dir, world);
   Bench bench(options, world);
   for (int i = 0; i < 2; ++i) bench.seconds([&] { bench.step(); });
   std::vector<double> normal, copies, saving, writing, alone;
@@ -117,7 +160,7 @@ int run(const Options& options, dist::World& world) {
   int64_t nbytes = 0;
   {
     dist::CheckpointWriter writer(world, bench.state(),
-                                  {.dir = options.dir, .run = "bench", .keep = 1});
+                                  {.dir = scratch.path(), .run = "bench", .keep = 1});
     const auto end = [&] {
       const std::optional<dist::SaveResult> result = writer.finish();
       if (!result || !result->error.empty()) throw IoError(result ? result->error : "no save");
@@ -149,16 +192,15 @@ int run(const Options& options, dist::World& world) {
   // The same bytes by each rank's own dd, at the same time.
   constexpr int64_t kBlock = int64_t{8} << 20;
   const int64_t blocks = std::max<int64_t>(1, nbytes / world.world_size() / kBlock);
-  const std::string file = fmt::format("{}/dd.{}", options.dir, world.rank());
-  const std::string command = fmt::format(
-      "dd if=/dev/zero of='{}' bs={} count={} conv=fsync 2>/dev/null", file, kBlock, blocks);
+  const std::string file = fmt::format("{}/dd.{}", scratch.path(), world.rank());
+  const std::string command =
+      fmt::format("dd if=/dev/zero of={} bs={} count={} conv=fsync 2>/dev/null", shell_word(file),
+                  kBlock, blocks);
   std::this_thread::sleep_for(kRest);
   int status = 0;
   const double dd = bench.seconds([&] { status = std::system(command.c_str()); });
-  std::filesystem::remove(file);
   TESSERA_CHECK_AS(IoError, status == 0, "bench-checkpoint: dd ended with {}", status);
-  world.control().barrier();
-  if (world.rank() == 0) std::filesystem::remove_all(options.dir);
+  world.control().barrier();  // before the files of all ranks go
   const double limit = 1.2 * median(normal) + median(copies);
   const bool is_good = median(saving) <= limit;
   if (world.rank() == 0) {
@@ -198,7 +240,8 @@ int main(int argc, char** argv) {
   tessera::check_processor();
   tessera::Options options;
   CLI::App app("What saving a checkpoint costs.", "tessera-bench-checkpoint");
-  app.add_option("--dir", options.dir, "on the disk to measure; removed at the end");
+  app.add_option("--dir", options.dir,
+                 "on the disk to measure: a fresh directory in it is used and removed");
   app.add_option("--device", options.device, "auto, cpu or cuda");
   app.add_option("--layers", options.layers, "of the model: 12 bytes a parameter are saved");
   app.add_option("--width", options.width, "of the model");
