@@ -6,7 +6,8 @@
 #include <filesystem>
 
 #include "apps/options.h"
-#include "apps/tokenizer.h"
+#include "apps/run_dir.h"
+#include "apps/saved_model.h"
 #include "core/check.h"
 #include "core/files.h"
 #include "core/runtime/allocator.h"
@@ -14,6 +15,7 @@
 #include "dist/checkpoint/export.h"
 #include "dist/checkpoint/huggingface.h"
 #include "dist/checkpoint/reader.h"
+#include "dist/checkpoint/safetensors.h"
 
 namespace tessera::apps {
 namespace {
@@ -30,8 +32,25 @@ void check(const dist::CheckpointReader& reader) {
   reader.check_files();
 }
 
+/// A run's directory whose run is not finished says so first.
+void print_run(const std::string& path, std::FILE* out) {
+  const std::string run = describe_unfinished(path);
+  if (!run.empty()) fmt::print(out, "{}: the run {}\n", run_dir_of(path), run);
+}
+
+void inspect_model(const ModelState& state, std::FILE* out) {
+  fmt::print(out, "{}\nstep {}, parameters only\n{} tensors:\n", state.path(), state.step(),
+             state.names().size());
+  for (const std::string& name : state.names()) {
+    fmt::print(out, "  {}  f32 {}\n", name, state.shape_of(name));
+  }
+}
+
 void inspect(const std::string& path, std::FILE* out) {
-  const dist::CheckpointReader reader(dist::resolve_checkpoint(path));
+  print_run(path, out);
+  const std::string newest = newest_checkpoint(path);
+  if (newest.empty()) return inspect_model(*open_model(path), out);
+  const dist::CheckpointReader reader(newest);
   const dist::Manifest& m = reader.manifest();
   const dist::Progress& p = m.progress;
   fmt::print(out, "{}\nrun {}, written by {} ranks of version {}\n", reader.dir(), m.run,
@@ -53,19 +72,24 @@ void inspect(const std::string& path, std::FILE* out) {
   }
 }
 
-/// One checkpoint, or all in a directory: a line each. Whether all are whole.
+/// One checkpoint, or all states in a directory: a line each. Whether all are whole.
 bool verify(const std::string& path, std::FILE* out) {
+  const std::string home = run_dir_of(path);
   std::vector<std::string> dirs;
+  bool all_whole = true, has_model = false;
+  print_run(path, out);
   if (fs::exists(fs::path(path) / dist::kManifestName)) {
     dirs.push_back(path);
   } else {
-    for (const auto& place : dist::list_checkpoints(path)) dirs.push_back(place.dir);
-    for (const auto& place : dist::list_incomplete(path)) {
+    for (const auto& place : dist::list_checkpoints(home)) dirs.push_back(place.dir);
+    for (const auto& place : dist::list_incomplete(home)) {
       fmt::print(out, "{}: incomplete, never used\n", place.dir);
     }
-    if (dirs.empty()) dirs.push_back(dist::resolve_checkpoint(path));  // says what is missing
+    has_model = model_step(home) >= 0;
+    const std::string newest = newest_checkpoint(path);  // also in the run's checkpoint.dir
+    if (dirs.empty() && !newest.empty()) dirs.push_back(newest);
+    if (dirs.empty() && !has_model) open_model(path);  // says what is missing
   }
-  bool all_whole = true;
   for (const std::string& dir : dirs) {
     try {
       const dist::CheckpointReader reader(dir);
@@ -73,6 +97,17 @@ bool verify(const std::string& path, std::FILE* out) {
       fmt::print(out, "{}: whole ({} files, {})\n", dir, reader.manifest().files.size(),
                  format_nbytes(reader.manifest().nbytes()));
     } catch (const CheckpointError& error) {
+      fmt::print(out, "{}\n", error.what());
+      all_whole = false;
+    }
+  }
+  if (has_model) {
+    const std::string file = home + "/model.safetensors";
+    try {
+      const dist::SafetensorsFile model(file);
+      fmt::print(out, "{}: whole ({} tensors of step {}; it has no checksum)\n", file,
+                 model.entries().size(), model_step(home));
+    } catch (const InputError& error) {
       fmt::print(out, "{}\n", error.what());
       all_whole = false;
     }
@@ -85,43 +120,97 @@ struct ExportOptions {
   dist::HfWriteOptions hf;
 };
 
-/// The model of a checkpoint without values, for its sizes.
-std::unique_ptr<nn::LanguageModel> model_of(const Config& config, const std::string& tokenizer) {
-  const int64_t vocab_size = config.model.vocab != 0 ? config.model.vocab
-                             : fs::exists(tokenizer) ? load_tokenizer(tokenizer)->vocab_size()
-                                                     : 0;
-  const nn::DeferredInit deferred;
-  return make_model(config.model, vocab_size);
+/// For Hugging Face's transformers.
+void export_hf(const ModelState& state, const std::string& target, const ExportOptions& options) {
+  const Config config = state.parse();
+  std::unique_ptr<nn::LanguageModel> model;
+  {
+    const nn::DeferredInit deferred;
+    model = make_model(config.model, vocab_size_of(config, state.home()));
+  }
+  dist::HfWriteOptions hf = options.hf;
+  hf.token_ids = {parse_ids(config.model.bos_ids), parse_ids(config.model.eos_ids),
+                  parse_ids(config.model.pad_ids)};
+  dist::HfWriter writer(target, dist::hf_config_of(*model), hf);
+  std::vector<float> values;
+  for (const std::string& name : state.names()) {
+    values.resize(static_cast<size_t>(state.shape_of(name).numel()));
+    state.read(name, values);
+    writer.write(name, values.data(), static_cast<int64_t>(values.size()));
+  }
+  writer.finish();
 }
 
-/// A directory of Hugging Face's transformers, or one that `tessera-generate` takes.
+/// For `tessera-generate`.
+void export_tessera(const ModelState& state, const std::string& target) {
+  const std::string file = target + "/model.safetensors";
+  std::error_code ignored;
+  for (const char* name : {"model.safetensors", "config.toml", "tokenizer.json"}) {
+    if (!fs::exists(fs::path(target) / name, ignored)) continue;
+    if (fs::exists(file, ignored) && model_step(target) >= 0) {
+      const auto metadata = dist::SafetensorsFile(file).metadata();
+      const auto format = metadata.find("format");
+      if (format != metadata.end() && format->second == "tessera") break;  // an earlier export
+    }
+    throw ConfigError(
+        fmt::format("{}: has a {} that no export made, expected an empty directory, or that of an "
+                    "earlier export",
+                    target, name));
+  }
+  dist::make_directory_durably(target);
+  std::vector<dist::SafetensorsEntry> entries;
+  for (const std::string& name : state.names())
+    entries.push_back({name, kF32, state.shape_of(name)});
+  dist::SafetensorsWriter writer(file, std::move(entries),
+                                 {{"format", "tessera"}, {"step", std::to_string(state.step())}});
+  std::vector<float> values;
+  for (const std::string& name : state.names()) {
+    values.resize(static_cast<size_t>(state.shape_of(name).numel()));
+    state.read(name, values);
+    writer.write(name, values.data(), static_cast<int64_t>(values.size() * sizeof(float)));
+  }
+  writer.finish();
+  if (!state.config().empty()) write_file_atomically(target + "/config.toml", state.config());
+  const std::string tokenizer = state.home() + "/tokenizer.json";
+  if (fs::exists(tokenizer, ignored)) {
+    write_file_atomically(target + "/tokenizer.json", MappedFile(tokenizer).text());
+  }
+}
+
 void export_model(const std::string& path, const std::string& target, const ExportOptions& options,
                   std::FILE* out) {
+  print_run(path, out);
+  const std::unique_ptr<ModelState> state = open_model(path);
+  check_export_target(target);
+  if (options.format == "hf") {
+    export_hf(*state, target, options);
+  } else {
+    export_tessera(*state, target);
+  }
+  fmt::print(out, "{}: parameters of step {}, from {}\n", target, state->step(), state->path());
+}
+
+void reshard(const std::string& path, const std::string& target, int64_t num_ranks,
+             std::FILE* out) {
   const dist::CheckpointReader reader(dist::resolve_checkpoint(path));
   check(reader);
-  const std::string tokenizer = (fs::path(reader.dir()).parent_path() / "tokenizer.json").string();
-  dist::make_directory_durably(target);
-  if (options.format == "hf") {
-    const Config config =
-        parse_config(reader.manifest().progress.config, reader.dir() + ": config");
-    const auto model = model_of(config, tokenizer);
-    dist::HfWriteOptions hf = options.hf;
-    hf.token_ids = {parse_ids(config.model.bos_ids), parse_ids(config.model.eos_ids),
-                    parse_ids(config.model.pad_ids)};
-    dist::HfWriter writer(target, dist::hf_config_of(*model), hf);
-    dist::for_each_parameter(reader,
-                             [&](const std::string& name, const Shape& shape, const float* values) {
-                               writer.write(name, values, shape.numel());
-                             });
-    writer.finish();
-  } else {
-    dist::export_parameters(reader, target + "/model.safetensors");
-    write_file_atomically(target + "/config.toml", reader.manifest().progress.config);
-    if (fs::exists(tokenizer)) {
-      write_file_atomically(target + "/tokenizer.json", MappedFile(tokenizer).text());
+  const std::string run = read_run(target);
+  if (!run.empty() && run != reader.manifest().run) {
+    throw ConfigError(fmt::format("{}: has run {}, expected a directory without one, or run {}",
+                                  target, run, reader.manifest().run));
+  }
+  std::unique_ptr<RunLock> lock;
+  std::error_code ignored;
+  if (fs::exists(fs::path(target) / "run.lock", ignored)) {
+    lock = RunLock::try_hold(target, 0);
+    if (lock == nullptr) {
+      throw ConfigError(
+          fmt::format("{}: in use (the run {}), expected another directory, or its "
+                      "end first",
+                      target, describe_run(target)));
     }
   }
-  fmt::print(out, "{}: parameters of step {}\n", target, reader.manifest().progress.step);
+  fmt::print(out, "{}: {} files\n", dist::reshard_checkpoint(reader, target, num_ranks), num_ranks);
 }
 
 }  // namespace
@@ -134,13 +223,13 @@ int checkpoint_command(const std::vector<std::string>& arguments, std::FILE* out
   int64_t num_ranks = 1;
   const auto add = [&](const char* name, const char* what) {
     CLI::App* command = app.add_subcommand(name, what);
-    command->add_option("DIR", dir, "a checkpoint, a directory with several, or DIR/latest")
+    command->add_option("DIR", dir, "a checkpoint, or the directory of a run: its newest state")
         ->required();
     return command;
   };
-  CLI::App* inspects = add("inspect", "Prints what is in a checkpoint and checks its hashes.");
+  CLI::App* inspects = add("inspect", "Prints what is in the newest state and checks its hashes.");
   CLI::App* verifies = add("verify",
-                           "Checks a checkpoint, or all in a directory; status 4 if one "
+                           "Checks a checkpoint, or all of a run; status 4 if one "
                            "is damaged.");
   ExportOptions export_options;
   std::string dtype = "f32";
@@ -178,12 +267,7 @@ int checkpoint_command(const std::vector<std::string>& arguments, std::FILE* out
   if (verifies->parsed() && !verify(dir, out)) return CheckpointError("").exit_status();
   export_options.hf.dtype = dtype == "bf16" ? kBF16 : dtype == "f16" ? kF16 : kF32;
   if (exports->parsed()) export_model(dir, target, export_options, out);
-  if (reshards->parsed()) {
-    const dist::CheckpointReader reader(dist::resolve_checkpoint(dir));
-    check(reader);
-    fmt::print(out, "{}: {} files\n", dist::reshard_checkpoint(reader, target, num_ranks),
-               num_ranks);
-  }
+  if (reshards->parsed()) reshard(dir, target, num_ranks, out);
   return 0;
 }
 

@@ -3,65 +3,20 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
-#include <filesystem>
-#include <nlohmann/json.hpp>
 #include <random>
 
-#include "core/files.h"
+#include "apps/run_dir.h"
 #include "core/log.h"
 #include "core/runtime/allocator.h"
 #include "dist/checkpoint/choose.h"
+#include "dist/checkpoint/durable_file.h"
 
 namespace tessera::apps {
 namespace {
 
-constexpr const char* kRunFile = "/run.json";
-
-/// The run whose checkpoints are in `dir`; empty if it does not say.
-std::string read_run(const std::string& dir) {
-  try {
-    const MappedFile file(dir + kRunFile);
-    const auto object = nlohmann::json::parse(file.text(), nullptr, /*allow_exceptions=*/false);
-    return object.is_object() && object.contains("run") && object["run"].is_string()
-               ? object["run"].get<std::string>()
-               : "";
-  } catch (const InputError&) {
-    return "";
-  }
-}
-
-void write_run(const std::string& dir, const std::string& run) {
-  write_file_atomically(dir + kRunFile, nlohmann::json{{"run", run}}.dump() + "\n");
-}
-
 std::string new_run() {
   std::random_device device;
   return fmt::format("{:08x}{:08x}", device(), device());
-}
-
-void make_checkpoint_dir(const Config& config, const std::string& dir) {
-  const std::string key = config.checkpoint.dir.empty() ? "output.dir" : "checkpoint.dir";
-  std::error_code error;
-  std::filesystem::create_directories(dir, error);
-  if (error) {
-    throw ConfigError(fmt::format("{}: {} = {}: {}, expected a directory that can be made",
-                                  config.origin(key), key, dir, error.message()));
-  }
-  if (config.checkpoint.resume == "none") {
-    const auto places = dist::list_checkpoints(dir);
-    if (!places.empty()) {
-      throw ConfigError(
-          fmt::format("{}: {} = {} has checkpoints of another run (up to step {}), expected an "
-                      "empty one, or --resume=auto to go on",
-                      config.origin(key), key, dir, places.front().step));
-    }
-  }
-  try {
-    if (config.checkpoint.resume == "none" || read_run(dir).empty()) write_run(dir, new_run());
-  } catch (const IoError& e) {
-    throw ConfigError(fmt::format("{}: {}: {}, expected a directory that can be written",
-                                  config.origin(key), key, e.what()));
-  }
 }
 
 }  // namespace
@@ -100,13 +55,13 @@ Checkpointing::Checkpointing(const Config& config, dist::World& world)
     : config_(config),
       world_(world),
       dir_(config.checkpoint.dir.empty() ? config.output.dir : config.checkpoint.dir) {
+  const std::string& resume = config_.checkpoint.resume;
   int64_t adopts = 0;
-  world_.control().verdict([&] {
-    if (world_.rank() != 0) return;
-    adopts = config_.checkpoint.resume == "auto" && read_run(dir_).empty();
-    make_checkpoint_dir(config_, dir_);
-    run_ = read_run(dir_);
-  });
+  if (world_.rank() == 0) {
+    if (resume != "none") run_ = read_run(dir_);
+    adopts = resume == "auto" && run_.empty();
+    if (run_.empty()) run_ = new_run();
+  }
   adopts_run_ = world_.control().max(adopts) != 0;
   run_ = world_.control().broadcast(run_, 0);
 }
@@ -133,15 +88,15 @@ std::optional<dist::Progress> Checkpointing::start(const dist::TrainingState& st
     });
     progress = reader.manifest().progress;
     if (adopts_run_) run_ = reader.manifest().run;  // it is that run from here on
-    world_.control().verdict([&] {
-      if (world_.rank() == 0) write_run(dir_, run_);
-    });
+    resumed_from_ = reader.dir();
     if (world_.rank() == 0) {
       print_(fmt::format("resumed from {} ({} ranks wrote it)", reader.dir(),
                          reader.manifest().world_size));
     }
   } else if (from == "auto" && world_.rank() == 0) {
-    print_(fmt::format("no checkpoint in {}: from the start", dir_));
+    const std::string before = describe_run(config_.output.dir, /*is_mine=*/true);
+    print_(fmt::format("no checkpoint in {}: from the start{}", dir_,
+                       before.empty() ? "" : " (the run there " + before + ")"));
   }
   last_step_ =
       progress && chosen.reader->dir() == dir_ + "/" + dist::step_directory_name(progress->step)
@@ -186,7 +141,26 @@ bool Checkpointing::is_due(int64_t step) const {
   return is_on() && step % config_.checkpoint.every == 0;
 }
 
+bool Checkpointing::is_late() const {
+  const std::chrono::duration<double> age = std::chrono::steady_clock::now() - last_begin_;
+  const double seconds = config_.checkpoint.every_minutes * 60;
+  return seconds > 0 && age.count() >= seconds;
+}
+
+void Checkpointing::add_val_loss(const dist::Progress& progress) {
+  if (world_.rank() != 0 || progress.step != last_step_ || !progress.val_loss) return;
+  const std::string dir = dir_ + "/" + dist::step_directory_name(progress.step);
+  try {
+    dist::Manifest manifest = dist::CheckpointReader(dir).manifest();
+    manifest.progress = progress;
+    dist::write_durably(dir + "/" + dist::kManifestName, dist::to_json(manifest));
+  } catch (const Error& error) {
+    log_warning("{}; the checkpoint stays, without its validation loss", error.what());
+  }
+}
+
 void Checkpointing::save(const dist::Progress& progress) {
+  last_begin_ = std::chrono::steady_clock::now();
   if (progress.step == last_step_) return;
   last_step_ = progress.step;
   report(writer_->begin(progress));

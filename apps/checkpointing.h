@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -36,8 +37,7 @@ class Checkpointing {
   /// `print` gets lines for the log, on rank 0.
   using Print = std::function<void(const std::string& line)>;
 
-  /// Prepares `checkpoint.dir`. Errors   ConfigError if it cannot be made or written, or if it has
-  /// checkpoints and `checkpoint.resume` is "none"
+  /// The directories are held (RunDir); nothing is written before the first save.
   Checkpointing(const Config& config, dist::World& world);
 
   /// Loads what `checkpoint.resume` names into `state`; nothing for "none" and for "auto" without
@@ -50,15 +50,22 @@ class Checkpointing {
   /// Whether the state after `step` is to be saved.
   bool is_due(int64_t step) const;
   bool is_on() const { return config_.checkpoint.every > 0; }
+  /// Whether the last one is older than `checkpoint.every_minutes`, by this rank's clock.
+  bool is_late() const;
   /// Begins to save, unless this step was. A save that is not over is waited for first.
   void save(const dist::Progress& progress);
   dist::CheckpointWriter::State state() const { return writer_->state(); }
+  /// The validation loss of the state whose save is complete, which was not known then.
+  void add_val_loss(const dist::Progress& progress);
   /// What the ranks know of each other's writers (RunControl::poll).
   void advance(std::span<const dist::CheckpointWriter::State> states);
   /// Waits for the save that was begun; true if the last one is complete.
   bool finish();
 
   const std::string& dir() const { return dir_; }
+  const std::string& run() const { return run_; }
+  /// The checkpoint that `start` has loaded; empty: none.
+  const std::string& resumed_from() const { return resumed_from_; }
 
  private:
   void report(const std::optional<dist::SaveResult>& result);
@@ -66,7 +73,8 @@ class Checkpointing {
 
   const Config& config_;
   dist::World& world_;
-  std::string dir_, run_;
+  std::string dir_, run_, resumed_from_;
+  std::chrono::steady_clock::time_point last_begin_ = std::chrono::steady_clock::now();
   Print print_;
   std::unique_ptr<dist::CheckpointWriter> writer_;
   bool adopts_run_ = false;  // the directory does not say of which run its checkpoints are

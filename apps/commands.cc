@@ -6,8 +6,10 @@
 #include <cstring>
 
 #include "apps/run_control.h"
+#include "apps/run_dir.h"
 #include "apps/trainer.h"
 #include "core/files.h"
+#include "core/log.h"
 #include "core/runtime/context.h"
 #include "nn/generate.h"
 
@@ -23,6 +25,7 @@ void print(const std::string& text) {
 /// The short names of two keys that belong on the command line.
 std::string full_name(const std::string& argument) {
   if (argument == "--resume.override") return "--checkpoint.resume_override=true";
+  if (argument == "--output.overwrite") return "--output.overwrite=true";
   for (const auto& [name, key] : {std::pair{"--resume.override", "--checkpoint.resume_override"},
                                   std::pair{"--resume", "--checkpoint.resume"}}) {
     if (argument == name || argument.starts_with(std::string(name) + "=")) {
@@ -90,7 +93,8 @@ int generate_command(const std::vector<std::string>& arguments, dist::World& wor
   options.sampling.temperature = 0.8;
   int threads = 0;
   CLI::App app("Continues a text with a model that tessera-train saved.", "tessera-generate");
-  app.add_option("--checkpoint", checkpoint, "output.dir of the training run")->required();
+  app.add_option("--checkpoint", checkpoint, "output.dir of the training run, or a checkpoint")
+      ->required();
   app.add_option("--prompt", prompt, "text to continue");
   app.add_option("--tokens", options.num_tokens, "tokens to generate")
       ->check(CLI::Range(int64_t{0}, int64_t{1} << 40));
@@ -137,6 +141,11 @@ int generate_command(const std::vector<std::string>& arguments, dist::World& wor
     if (ids.empty()) throw ConfigError("command line: --prompt is empty, expected some text");
   });
   const bool prints = world.rank() == 0;
+  if (prints) {
+    const std::string run = describe_unfinished(checkpoint);
+    log_info("parameters of step {} of {}{}", saved.step, saved.path,
+             run.empty() ? "" : ", of a run that " + run);
+  }
   if (prints) print(prompt);
   // A token may be a part of a character; what arrives is complete in the end.
   options.on_token = [&](int32_t id) {

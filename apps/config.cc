@@ -15,6 +15,7 @@
 #include "apps/model_from.h"
 #include "core/files.h"
 #include "core/runtime/allocator.h"
+#include "core/text.h"
 #include "kernels/attention/kernel.h"
 
 namespace tessera::apps {
@@ -134,7 +135,28 @@ void check_range(const Field& field, double value, const std::string& found,
   if (!low) fail_value(field, found, where);  // NaN fails both
 }
 
+/// A text that the saved configuration and the manifest can hold, and that names the same file
+/// everywhere: the paths that the run writes are also lines of its log and its exchanges.
+void check_text(const Field& field, const std::string& value, const std::string& where) {
+  constexpr std::string_view kWritten[] = {"output.dir", "checkpoint.dir", "checkpoint.resume",
+                                           "debug.trace"};
+  const bool is_written =
+      std::find(std::begin(kWritten), std::end(kWritten), field.key) != std::end(kWritten);
+  for (size_t i = 0; i < value.size();) {
+    const size_t nbytes = utf8_length(value, i);
+    const auto byte = static_cast<unsigned char>(value[i]);
+    const bool is_control = byte == 0 || (is_written && (byte < 0x20 || byte == 0x7f));
+    if (nbytes == 0 || is_control) {
+      throw ConfigError(fmt::format("{}: {} = \"{}\": byte {:#04x} at {}, expected {}", where,
+                                    field.key, printable(value), byte, i,
+                                    nbytes == 0 ? "UTF-8" : "no control character"));
+    }
+    i += nbytes;
+  }
+}
+
 void set_string(const Field& field, const std::string& value, const std::string& where) {
+  check_text(field, value, where);
   const auto& choices = field.choices;
   if (!choices.empty() && std::find(choices.begin(), choices.end(), value) == choices.end()) {
     throw ConfigError(fmt::format("{}: {} = {}, expected {} (nearest: {})", where, field.key,
@@ -976,6 +998,12 @@ std::vector<Field> config_fields(Config& c) {
        any,
        {},
        "directory for metrics, status, configuration and model"},
+      {"output.overwrite",
+       &c.output.overwrite,
+       any,
+       {},
+       "starts anew although a run is in output.dir, whose model, metrics and checkpoints are then "
+       "removed; not stored"},
       {"output.peak_tflops",
        &c.output.peak_tflops,
        not_negative,
@@ -985,14 +1013,21 @@ std::vector<Field> config_fields(Config& c) {
        &c.checkpoint.every,
        from(0),
        {},
-       "steps from one checkpoint to the next, and one after the last step; 0: only when "
-       "preempted"},
+       "steps from one checkpoint to the next; 0: none by steps"},
+      {"checkpoint.every_minutes",
+       &c.checkpoint.every_minutes,
+       not_negative,
+       {},
+       "wall-clock minutes after a checkpoint until the next, if none came by steps; 0: none by "
+       "time"},
+      {"checkpoint.last", &c.checkpoint.last, any, {}, "saves a checkpoint after the last step"},
       {"checkpoint.keep", &c.checkpoint.keep, from(1), {}, "newest checkpoints that are kept"},
       {"checkpoint.best",
        &c.checkpoint.best,
        any,
        {},
-       "saves after each evaluation that is the best so far, and keeps that checkpoint"},
+       "keeps the checkpoint with the lowest validation loss and, with checkpoint.every, saves "
+       "after each evaluation that is the best so far"},
       {"checkpoint.dir",
        &c.checkpoint.dir,
        any,
@@ -1167,7 +1202,8 @@ std::string dump_config(const Config& config) {
   Config copy = config;
   std::string out = std::string(kResolvedComment) + "\n", section;
   for (const Field& field : config_fields(copy)) {
-    if (field.key == "model.from") continue;  // what it meant is in the other keys
+    if (field.key == "model.from") continue;        // what it meant is in the other keys
+    if (field.key == "output.overwrite") continue;  // said for one start, not for those after it
     const std::string own = section_of(field.key);
     if (own != section) {
       out += fmt::format("\n[{}]\n", own);

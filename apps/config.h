@@ -76,12 +76,14 @@ struct MemoryConfig {
 };
 struct OutputConfig {
   std::string dir = "out/run";
+  bool overwrite = false;
   double peak_tflops = 0;
 };
 struct CheckpointConfig {
   std::string dir, on_error = "warn", resume = "none";
   int64_t every = 0, keep = 3, max_errors = 0;
-  bool best = true, resume_override = false;
+  double every_minutes = 30;
+  bool best = true, last = true, resume_override = false;
 };
 struct GuardConfig {
   int64_t max_skips = 0, max_spikes = 3, spike_window = 50, snapshot_every = 10;

@@ -1,5 +1,6 @@
 #include "apps/metrics.h"
 
+#include <fcntl.h>
 #include <fmt/format.h>
 #include <unistd.h>
 
@@ -29,20 +30,6 @@ std::string duration_text(double seconds) {
     return fmt::format("{}:{:02}:{:02}", total / 3600, total / 60 % 60, total % 60);
   }
   return fmt::format("{}:{:02}", total / 60, total % 60);
-}
-
-const char* name_of(RunState state) {
-  switch (state) {
-    case RunState::kRunning:
-      return "running";
-    case RunState::kFinished:
-      return "finished";
-    case RunState::kPreempted:
-      return "preempted";
-    case RunState::kFailed:
-      return "failed";
-  }
-  return "";
 }
 
 /// The lines of steps up to `step`, in order. A run that was killed may have half a line at the
@@ -128,17 +115,36 @@ MetricsLog::MetricsLog(const Options& options)
     : options_(options), start_(std::chrono::steady_clock::now()) {
   const std::string path = options.dir + "/metrics.jsonl";
   const std::string kept = options.first_step > 0 ? lines_up_to(path, options.first_step) : "";
-  file_ = std::fopen(path.c_str(), "w");
-  if (file_ == nullptr) {
-    throw IoError(fmt::format("{}: cannot be written: {}", path, std::strerror(errno)));
-  }
-  std::fputs(kept.c_str(), file_);
-  std::fflush(file_);
+  write_file_atomically(path, kept);  // on a full disk the old one stays
+  fd_ = ::open(path.c_str(), O_WRONLY | O_APPEND | O_CLOEXEC);
+  if (fd_ < 0) fail(errno);
+  nbytes_ = static_cast<int64_t>(kept.size());
 }
 
 MetricsLog::~MetricsLog() {
   clear_bar();
-  std::fclose(file_);
+  if (fd_ >= 0) ::close(fd_);
+}
+
+void MetricsLog::fail(int error) const {
+  throw IoError(
+      fmt::format("{}/metrics.jsonl: cannot be written: {}", options_.dir, std::strerror(error)));
+}
+
+void MetricsLog::append(std::string_view line) {
+  const auto nbytes = static_cast<int64_t>(line.size());
+  while (!line.empty()) {
+    const ssize_t written = ::write(fd_, line.data(), line.size());
+    if (written < 0 && errno == EINTR) continue;
+    if (written < 0) {
+      const int error = errno;
+      // Half a line would be no JSON.
+      [[maybe_unused]] const int cut = ::ftruncate(fd_, nbytes_);
+      fail(error);
+    }
+    line.remove_prefix(static_cast<size_t>(written));
+  }
+  nbytes_ += nbytes;
 }
 
 void MetricsLog::clear_bar() {
@@ -153,11 +159,7 @@ void MetricsLog::print(const std::string& line) {
 }
 
 void MetricsLog::add(const StepMetrics& m) {
-  const std::string json = to_json(m) + "\n";
-  if (std::fputs(json.c_str(), file_) < 0 || std::fflush(file_) != 0) {
-    throw IoError(
-        fmt::format("{}/metrics.jsonl: cannot be written: {}", options_.dir, std::strerror(errno)));
-  }
+  append(to_json(m) + "\n");
   if (first_step_ == 0) first_step_ = m.step;
   const bool is_last = m.step == options_.num_steps;
   if (m.step % options_.log_every == 0 || m.step == 1 || m.val_loss || is_last) {
@@ -172,13 +174,6 @@ void MetricsLog::add(const StepMetrics& m) {
              options_.out);
   std::fflush(options_.out);
   bar_is_shown_ = true;
-}
-
-void write_status(const std::string& dir, RunState state, int64_t step, const std::string& why) {
-  const nlohmann::ordered_json status = {{"state", name_of(state)}, {"step", step}, {"why", why}};
-  write_file_atomically(
-      dir + "/status.json",
-      status.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace) + "\n");
 }
 
 }  // namespace tessera::apps

@@ -6,10 +6,11 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
-// What a run tells: a line a step, a progress bar on a terminal, `metrics.jsonl` and `status.json`
-// in the output directory. One rank writes them.
+// What a run tells: a line a step, a progress bar on a terminal and `metrics.jsonl` in the output
+// directory. One rank writes them.
 
 namespace tessera::apps {
 
@@ -66,24 +67,22 @@ class MetricsLog {
   MetricsLog(const MetricsLog&) = delete;
   MetricsLog& operator=(const MetricsLog&) = delete;
 
+  /// Whole lines or none: what cannot be written leaves the file as it was, and an IoError.
   void add(const StepMetrics& metrics);
   /// A line of text, above the progress bar.
   void print(const std::string& line);
 
  private:
   void clear_bar();
+  void append(std::string_view line);
+  [[noreturn]] void fail(int error) const;
 
   Options options_;
-  std::FILE* file_;
+  int fd_ = -1;
+  int64_t nbytes_ = 0;  // of whole lines
   std::chrono::steady_clock::time_point start_;
   int64_t first_step_ = 0;
   bool bar_is_shown_ = false;
 };
-
-enum class RunState { kRunning, kFinished, kPreempted, kFailed };
-
-/// Replaces `dir`/status.json: {"state": "failed", "why": "...", "step": 12}.
-void write_status(const std::string& dir, RunState state, int64_t step,
-                  const std::string& why = "");
 
 }  // namespace tessera::apps

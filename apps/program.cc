@@ -1,5 +1,7 @@
 #include "apps/program.h"
 
+#include <signal.h>
+
 #include "core/check.h"
 #include "core/log.h"
 #include "core/runtime/cpu_check.h"
@@ -8,6 +10,7 @@ namespace tessera::apps {
 
 int run_program(const std::function<int()>& body) {
   check_processor();
+  ::signal(SIGXFSZ, SIG_IGN);  // a file that is too large is an error of the write
   try {
     return body();
   } catch (const Error& error) {

@@ -82,22 +82,25 @@ RunControl::RunControl(const TrainConfig& config, dist::World& world)
       start_(std::chrono::steady_clock::now()),
       max_seconds_(config.max_minutes * 60) {}
 
-RunControl::Decision RunControl::poll(dist::CheckpointWriter::State writer) {
+RunControl::Decision RunControl::poll(dist::CheckpointWriter::State writer, bool is_save_due,
+                                      bool has_failed) {
   struct News {
-    uint8_t is_preempted, is_out_of_time;
+    uint8_t is_preempted, is_out_of_time, is_save_due, has_failed;
     dist::CheckpointWriter::State writer;
   };
   const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start_;
   const bool is_late = max_seconds_ > 0 && elapsed.count() >= max_seconds_;
-  const News mine{is_preemption_requested(), is_late, writer};
+  const News mine{is_preemption_requested(), is_late, is_save_due, has_failed, writer};
   std::vector<News> all(static_cast<size_t>(world_.world_size()));
   world_.control().all_gather(all.data(), &mine, sizeof(mine));
   Decision decision;
   for (const News& news : all) {
     decision.is_preempted = decision.is_preempted || news.is_preempted != 0;
     decision.is_out_of_time = decision.is_out_of_time || news.is_out_of_time != 0;
+    decision.has_failed = decision.has_failed || news.has_failed != 0;
     decision.writers.push_back(news.writer);
   }
+  decision.is_save_due = all.front().is_save_due != 0;
   return decision;
 }
 

@@ -48,9 +48,12 @@ class RunControl {
   struct Decision {
     bool is_preempted = false;
     bool is_out_of_time = false;
+    bool is_save_due = false;  ///< by the clock of rank 0
+    bool has_failed = false;   ///< a rank has an error to tell when the state is saved
     std::vector<dist::CheckpointWriter::State> writers;  ///< by rank
   };
-  Decision poll(dist::CheckpointWriter::State writer);
+  Decision poll(dist::CheckpointWriter::State writer, bool is_save_due = false,
+                bool has_failed = false);
 
  private:
   dist::World& world_;

@@ -1,17 +1,22 @@
 #include "apps/saved_model.h"
 
+#include <algorithm>
+#include <charconv>
 #include <cstring>
 #include <filesystem>
 
 #include "apps/options.h"
+#include "apps/run_dir.h"
 #include "core/autograd.h"
+#include "core/files.h"
 #include "dist/checkpoint/reader.h"
 #include "dist/checkpoint/safetensors.h"
 #include "dist/checkpoint/stream_full.h"
 
 namespace tessera::apps {
 
-void save_model(const std::string& path, nn::Module& model, dist::Fsdp& fsdp, dist::World& world) {
+void save_model(const std::string& path, nn::Module& model, dist::Fsdp& fsdp, dist::World& world,
+                int64_t step) {
   std::unique_ptr<dist::SafetensorsWriter> writer;
   dist::FullSink sink;
   sink.begin = [&] {
@@ -20,7 +25,8 @@ void save_model(const std::string& path, nn::Module& model, dist::Fsdp& fsdp, di
       entries.push_back({p.name, kF32, p.parameter->tensor.shape()});
     }
     writer = std::make_unique<dist::SafetensorsWriter>(
-        path, std::move(entries), std::map<std::string, std::string>{{"format", "tessera"}});
+        path, std::move(entries),
+        std::map<std::string, std::string>{{"format", "tessera"}, {"step", std::to_string(step)}});
   };
   sink.write = [&](const std::string& name, const float* values, int64_t numel) {
     writer->write(name, values, numel * static_cast<int64_t>(sizeof(float)));
@@ -31,19 +37,41 @@ void save_model(const std::string& path, nn::Module& model, dist::Fsdp& fsdp, di
 
 namespace {
 
-/// Parameters by name, of a model's file or of a checkpoint.
-class Source {
- public:
-  virtual ~Source() = default;
-  virtual Shape shape_of(const std::string& name) const = 0;
-  virtual void read(const std::string& name, std::vector<float>& values) const = 0;
-  virtual size_t num_tensors() const = 0;
-  virtual std::string path() const = 0;
-};
+namespace fs = std::filesystem;
 
-class FileSource final : public Source {
+constexpr const char* kModelFile = "/model.safetensors";
+
+/// The step that a model's file names, else that of a run that finished, else 0.
+int64_t step_of(const dist::SafetensorsFile& file, const std::string& dir) {
+  const auto found = file.metadata().find("step");
+  int64_t step = 0;
+  if (found != file.metadata().end()) {
+    const std::string& text = found->second;
+    std::from_chars(text.data(), text.data() + text.size(), step);
+    return std::max<int64_t>(step, 0);
+  }
+  const auto status = read_status(dir);
+  return status && status->state == RunState::kFinished ? status->step : 0;
+}
+
+bool has_model(const std::string& dir) {
+  std::error_code ignored;
+  return fs::exists(dir + kModelFile, ignored) && fs::exists(dir + "/config.toml", ignored);
+}
+
+class FileState final : public ModelState {
  public:
-  explicit FileSource(const std::string& path) : path_(path), file_(path) {}
+  explicit FileState(const std::string& dir) : file_(dir + kModelFile) {
+    path_ = dir + kModelFile;
+    home_ = dir;
+    config_ = MappedFile(dir + "/config.toml").text();
+    step_ = step_of(file_, dir);
+  }
+  std::vector<std::string> names() const override {
+    std::vector<std::string> names;
+    for (const dist::SafetensorsEntry& entry : file_.entries()) names.push_back(entry.name);
+    return names;
+  }
   Shape shape_of(const std::string& name) const override {
     const dist::SafetensorsEntry& entry = file_.find(name);
     if (entry.dtype == kF32) return entry.shape;
@@ -53,99 +81,159 @@ class FileSource final : public Source {
   void read(const std::string& name, std::vector<float>& values) const override {
     std::memcpy(values.data(), file_.data(file_.find(name)), values.size() * sizeof(float));
   }
-  size_t num_tensors() const override { return file_.entries().size(); }
-  std::string path() const override { return path_; }
 
  private:
-  std::string path_;
   dist::SafetensorsFile file_;
 };
 
-class CheckpointSource final : public Source {
+constexpr std::string_view kParameters = "parameters/";
+
+class CheckpointState final : public ModelState {
  public:
-  explicit CheckpointSource(const std::string& dir) : reader_(dir) {
+  explicit CheckpointState(const std::string& dir) : reader_(dir) {
+    path_ = reader_.dir();
+    home_ = fs::path(path_).parent_path().string();
+    if (home_.empty()) home_ = ".";
+    config_ = reader_.manifest().progress.config;
+    step_ = reader_.manifest().progress.step;
     reader_.check_sizes();
     reader_.check_files();
   }
-  const dist::CheckpointReader& reader() const { return reader_; }
+  std::vector<std::string> names() const override {
+    std::vector<std::string> names;
+    for (const dist::TensorRecord& t : reader_.manifest().tensors) {
+      if (t.name.starts_with(kParameters)) names.push_back(t.name.substr(kParameters.size()));
+    }
+    return names;
+  }
   Shape shape_of(const std::string& name) const override {
-    const dist::TensorRecord* tensor = reader_.manifest().find("parameters/" + name);
+    const dist::TensorRecord* tensor = reader_.manifest().find(std::string(kParameters) + name);
     if (tensor == nullptr) {
       throw InputError(fmt::format("{}: no tensor {}, expected it", path(), name));
     }
     return tensor->shape;
   }
   void read(const std::string& name, std::vector<float>& values) const override {
-    reader_.read_f32("parameters/" + name, 0, static_cast<int64_t>(values.size()), values.data());
+    reader_.read_f32(std::string(kParameters) + name, 0, static_cast<int64_t>(values.size()),
+                     values.data());
   }
-  size_t num_tensors() const override {
-    size_t count = 0;
-    for (const dist::TensorRecord& t : reader_.manifest().tensors) {
-      count += t.name.starts_with("parameters/") ? 1 : 0;
-    }
-    return count;
-  }
-  std::string path() const override { return reader_.dir(); }
 
  private:
   dist::CheckpointReader reader_;
 };
 
-/// The checkpoint that `dir` means if it is one, or has no exported model; else empty.
-std::string checkpoint_in(const std::string& dir) {
-  if (std::filesystem::exists(dir + "/model.safetensors")) return "";
-  try {
-    return dist::resolve_checkpoint(dir);
-  } catch (const CheckpointError&) {
-    return "";
+/// The newest of each kind that a path means; -1: none.
+struct States {
+  std::string dir;  // of the run, or of the one checkpoint
+  std::string checkpoint;
+  int64_t checkpoint_step = -1, model_step = -1;
+};
+
+States find_states(const std::string& path) {
+  std::error_code ignored;
+  States found;
+  if (fs::exists(fs::path(path) / dist::kManifestName, ignored)) {
+    found.checkpoint = dist::resolve_checkpoint(path);
+    found.dir = found.checkpoint;
+    return found;
   }
+  found.dir = run_dir_of(path);
+  found.model_step = model_step(found.dir);
+  std::vector<std::string> places = {found.dir};
+  try {
+    const std::string elsewhere = load_config(found.dir + "/config.toml").checkpoint.dir;
+    if (!elsewhere.empty() && read_run(elsewhere) == read_run(found.dir)) {
+      places.push_back(elsewhere);
+    }
+  } catch (const Error&) {
+    // No run's directory: who needs its configuration says so.
+  }
+  for (const std::string& place : places) {
+    const auto checkpoints = dist::list_checkpoints(place);
+    if (checkpoints.empty() || checkpoints.front().step <= found.checkpoint_step) continue;
+    found.checkpoint = checkpoints.front().dir;
+    found.checkpoint_step = checkpoints.front().step;
+  }
+  return found;
 }
 
 }  // namespace
 
-SavedModel load_model(const std::string& dir) {
+int64_t model_step(const std::string& dir) {
+  if (!has_model(dir)) return -1;
+  try {
+    return step_of(dist::SafetensorsFile(dir + kModelFile), dir);
+  } catch (const InputError&) {
+    return 0;  // damaged: it is named when it is read
+  }
+}
+
+Config ModelState::parse() const {
+  if (config_.empty()) {
+    throw CheckpointError(
+        fmt::format("{}: no configuration in it (it is of a model of one's own), expected that of "
+                    "tessera-train; export takes --format=tessera",
+                    path_));
+  }
+  const bool is_file = path_.ends_with(kModelFile);
+  return parse_config(config_, is_file ? home_ + "/config.toml" : path_ + ": config");
+}
+
+std::string newest_checkpoint(const std::string& path) {
+  const States found = find_states(path);
+  return found.checkpoint_step >= found.model_step ? found.checkpoint : "";
+}
+
+std::unique_ptr<ModelState> open_model(const std::string& path) {
+  const States found = find_states(path);
+  if (found.model_step >= 0 && found.model_step >= found.checkpoint_step) {
+    return std::make_unique<FileState>(found.dir);
+  }
+  if (!found.checkpoint.empty()) return std::make_unique<CheckpointState>(found.checkpoint);
+  const std::string run = describe_run(found.dir);
+  throw CheckpointError(fmt::format(
+      "{}: no complete checkpoint, and no model.safetensors with a config.toml{}, expected the "
+      "directory of a run, or a checkpoint",
+      path, run.empty() ? "" : " (the run " + run + ")"));
+}
+
+int64_t vocab_size_of(const Config& config, const std::string& home) {
+  if (config.model.vocab != 0) return config.model.vocab;
+  const std::string path = home + "/tokenizer.json";
+  std::error_code ignored;
+  if (fs::exists(path, ignored)) return load_tokenizer(path)->vocab_size();
+  throw InputError(
+      fmt::format("{}: No such file or directory, expected the tokenizer that gives model.vocab = "
+                  "0 its meaning",
+                  path));
+}
+
+SavedModel load_model(const std::string& path) {
+  const std::unique_ptr<ModelState> state = open_model(path);
   SavedModel saved;
-  std::unique_ptr<Source> source;
-  std::string home = dir;
-  if (const std::string checkpoint = checkpoint_in(dir); !checkpoint.empty()) {
-    auto opened = std::make_unique<CheckpointSource>(checkpoint);
-    saved.config =
-        parse_config(opened->reader().manifest().progress.config, checkpoint + ": config");
-    home = std::filesystem::path(checkpoint).parent_path().string();
-    source = std::move(opened);
-  } else {
-    saved.config = load_config(dir + "/config.toml");
-    source = std::make_unique<FileSource>(dir + "/model.safetensors");
+  saved.config = state->parse();
+  saved.path = state->path();
+  saved.step = state->step();
+  if (fs::exists(state->home() + "/tokenizer.json")) {
+    saved.tokenizer = load_tokenizer(state->home() + "/tokenizer.json");
   }
-  if (std::filesystem::exists(home + "/tokenizer.json")) {
-    saved.tokenizer = load_tokenizer(home + "/tokenizer.json");
-  }
-  const int64_t vocab_size = saved.config.model.vocab != 0 ? saved.config.model.vocab
-                             : saved.tokenizer != nullptr  ? saved.tokenizer->vocab_size()
-                                                           : 0;
-  if (vocab_size == 0) {
-    throw InputError(
-        fmt::format("{}/tokenizer.json: No such file or directory, expected the tokenizer that "
-                    "gives model.vocab = 0 its meaning",
-                    home));
-  }
-  saved.model = make_model(saved.config.model, vocab_size);
+  saved.model = make_model(saved.config.model, vocab_size_of(saved.config, state->home()));
   const auto parameters = saved.model->named_parameters();
   for (const nn::NamedParameter& p : parameters) {
     Tensor& tensor = p.parameter->tensor;
-    const Shape shape = source->shape_of(p.name);
+    const Shape shape = state->shape_of(p.name);
     if (shape != tensor.shape()) {
-      throw InputError(fmt::format("{}: tensor {} is {}, expected {}", source->path(), p.name,
-                                   shape, tensor.shape()));
+      throw InputError(fmt::format("{}: tensor {} is {}, expected {}", state->path(), p.name, shape,
+                                   tensor.shape()));
     }
     std::vector<float> values(static_cast<size_t>(shape.numel()));
-    source->read(p.name, values);
+    state->read(p.name, values);
     NoGrad no_grad;
     tensor.copy_(from_values(std::span<const float>(values), shape));
   }
-  if (source->num_tensors() != parameters.size()) {
-    throw InputError(fmt::format("{}: {} tensors, expected the model's {}", source->path(),
-                                 source->num_tensors(), parameters.size()));
+  if (const size_t count = state->names().size(); count != parameters.size()) {
+    throw InputError(fmt::format("{}: {} tensors, expected the model's {}", state->path(), count,
+                                 parameters.size()));
   }
   saved.model->reset_buffers();
   return saved;

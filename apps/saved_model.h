@@ -2,6 +2,7 @@
 
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "apps/config.h"
 #include "apps/tokenizer.h"
@@ -11,19 +12,63 @@
 
 namespace tessera::apps {
 
-/// Writes the f32 parameters of `model` under their full names to a safetensors file; rank 0 holds
-/// one unit and one tensor of it at a time. All ranks call it. IoError on every rank if it fails.
-void save_model(const std::string& path, nn::Module& model, dist::Fsdp& fsdp, dist::World& world);
+/// Writes the f32 parameters of `model` after `step` under their full names to a safetensors file;
+/// rank 0 holds one unit and one tensor of it at a time. All ranks call it. IoError on every rank
+/// if it fails.
+void save_model(const std::string& path, nn::Module& model, dist::Fsdp& fsdp, dist::World& world,
+                int64_t step);
+
+/// The step of the model in the directory of a run (`model.safetensors`, made at its end): -1
+/// without one, 0 if nothing says it.
+int64_t model_step(const std::string& dir);
+
+/// The f32 parameters of a state of a run, read one by one: of a checkpoint, or of the model that
+/// the run saved at its end.
+class ModelState {
+ public:
+  virtual ~ModelState() = default;
+
+  const std::string& path() const { return path_; }  ///< a checkpoint, or the model's file
+  int64_t step() const { return step_; }
+  const std::string& home() const { return home_; }      ///< where the tokenizer is
+  const std::string& config() const { return config_; }  ///< TOML; empty: a model of one's own
+  /// Of `config`. CheckpointError if there is none.
+  Config parse() const;
+
+  virtual std::vector<std::string> names() const = 0;
+  /// InputError if there is no such tensor, or it is not f32.
+  virtual Shape shape_of(const std::string& name) const = 0;
+  virtual void read(const std::string& name, std::vector<float>& values) const = 0;
+
+ protected:
+  std::string path_, home_, config_;
+  int64_t step_ = 0;
+};
+
+/// What `path` means: a checkpoint, or the newest state (by its step) of a run's directory, whose
+/// checkpoints may be in its `checkpoint.dir`; DIR/latest is the same as DIR. Of the same step, the
+/// model. Hashes of a checkpoint are checked. CheckpointError if there is none or it is damaged;
+/// InputError for the model's file.
+std::unique_ptr<ModelState> open_model(const std::string& path);
+
+/// The newest checkpoint that `path` means; empty if there is none, or the model that the run saved
+/// at its end is newer.
+std::string newest_checkpoint(const std::string& path);
+
+/// The size of the vocabulary of a model with this configuration and, if it has one, the tokenizer
+/// in `home`. InputError if nothing gives it.
+int64_t vocab_size_of(const Config& config, const std::string& home);
 
 /// A model that `train` saved, with values, on the device of the current Context.
 struct SavedModel {
   Config config;
   std::unique_ptr<Tokenizer> tokenizer;  ///< none if it was trained on token shards
   std::unique_ptr<nn::LanguageModel> model;
+  std::string path;  ///< of the state
+  int64_t step = 0;
 };
-/// From `output.dir` of a run that ended, from a checkpoint, or the newest one of a directory of
-/// them (also DIR/latest). CheckpointError if it is damaged; InputError that names file and tensor
+/// Of `open_model(path)`. CheckpointError if it is damaged; InputError that names file and tensor
 /// if something is missing, unexpected or of another shape.
-SavedModel load_model(const std::string& dir);
+SavedModel load_model(const std::string& path);
 
 }  // namespace tessera::apps

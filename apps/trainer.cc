@@ -7,8 +7,8 @@
 #include <chrono>
 #include <cmath>
 #include <deque>
-#include <filesystem>
 #include <limits>
+#include <mutex>
 #include <thread>
 
 #include "apps/checkpointing.h"
@@ -16,6 +16,7 @@
 #include "apps/metrics.h"
 #include "apps/options.h"
 #include "apps/run_control.h"
+#include "apps/run_dir.h"
 #include "apps/token_check.h"
 #include "core/autograd.h"
 #include "core/files.h"
@@ -35,24 +36,6 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-void prepare_output_dir(const Config& config) {
-  const std::string& dir = config.output.dir;
-  std::error_code error;
-  std::filesystem::create_directories(dir, error);
-  const std::string where = config.origin("output.dir");
-  if (error) {
-    throw ConfigError(fmt::format("{}: output.dir = {}: {}, expected a directory that can be made",
-                                  where, dir, error.message()));
-  }
-  try {
-    write_status(dir, RunState::kRunning, 0);
-    write_file_atomically(dir + "/config.toml", dump_config(config));
-  } catch (const IoError& e) {
-    throw ConfigError(fmt::format("{}: output.dir: {}, expected a directory that can be written",
-                                  where, e.what()));
-  }
-}
-
 /// Numbers of a step on their way to the host, which reads them while the next step runs.
 struct PendingStep {
   int64_t step = 0;
@@ -66,19 +49,56 @@ struct PendingStep {
   Event done;
 };
 
-bool is_running(const std::string& dir) {
-  try {
-    return MappedFile(dir + "/status.json").text().find("\"running\"") != std::string_view::npos;
-  } catch (const Error&) {
-    return false;
+/// `status.json` of a run in progress, from the thread that trains and from the one that ends the
+/// process. Nothing is written before the directory is the run's.
+class StatusFile {
+ public:
+  StatusFile(const std::string& dir, const RunDir& run_dir) : dir_(dir), run_dir_(run_dir) {}
+
+  /// From the rank that trains and logs: no more often than a monitor wants to know.
+  void progress(int64_t step, double loss) {
+    constexpr std::chrono::seconds kPeriod{1};
+    const std::lock_guard lock(mutex_);
+    const auto now = Clock::now();
+    if (is_over_ || (last_ && now - *last_ < kPeriod)) return;
+    last_ = now;
+    try {
+      write_status(dir_, RunState::kRunning, step, "", loss);
+    } catch (const IoError& error) {
+      if (!has_warned_) log_warning("{}; the run goes on", error.what());
+      has_warned_ = true;
+    }
   }
-}
+  /// How it ended, or is about to: after that no step counts. IoError.
+  void end(RunState state, int64_t step, const std::string& why) {
+    const std::lock_guard lock(mutex_);
+    if (!run_dir_.is_begun()) return;
+    is_over_ = true;
+    write_status(dir_, state, step, why, loss_);
+  }
+  void set_loss(double loss) {
+    const std::lock_guard lock(mutex_);
+    loss_ = loss;
+  }
+  bool is_running() const {
+    const auto status = read_status(dir_);
+    return status && status->state == RunState::kRunning;
+  }
+
+ private:
+  const std::string dir_;
+  const RunDir& run_dir_;
+  std::mutex mutex_;
+  std::optional<Clock::time_point> last_;
+  std::optional<double> loss_;
+  bool is_over_ = false, has_warned_ = false;
+};
 
 class Trainer {
  public:
   /// `steps_done` follows the steps that the host has seen complete.
-  Trainer(const Config& config, dist::World& world, Checkpointing& checkpoints,
-          std::atomic<int64_t>* steps_done);
+  Trainer(const Config& config, dist::World& world, RunDir& run_dir, Checkpointing& checkpoints,
+          StatusFile& status, std::atomic<int64_t>* steps_done);
   TrainResult run();
 
  private:
@@ -94,8 +114,10 @@ class Trainer {
   void take_snapshot();
   void rewind();
   dist::Progress progress() const;
-  void finish(bool evaluates);
+  void finish(bool evaluates, bool is_end);
+  void log(const StepMetrics& metrics);
   void preempt();
+  void save_end();
   void end_run();
   void print_sample();
   void follow_trace(int64_t step);
@@ -104,7 +126,9 @@ class Trainer {
 
   Config config_;
   dist::World& world_;
+  RunDir& run_dir_;
   Checkpointing& checkpoints_;
+  StatusFile& status_;
   std::atomic<int64_t>* steps_done_;
   Data data_;
   std::optional<TrainSamples> samples_;
@@ -117,6 +141,7 @@ class Trainer {
   std::optional<optim::Schedule> schedule_;
   std::vector<std::string> early_lines_;  // before there is a log
   std::unique_ptr<MetricsLog> log_;       // rank 0
+  std::optional<IoError> log_error_;      // it is full; nothing more goes there
   std::optional<dist::LossScaler> scaler_;
   TrainResult result_;
   int64_t step_ = 0;         // steps submitted
@@ -127,7 +152,7 @@ class Trainer {
   SpikeGuard guard_;
   std::unique_ptr<dist::Snapshot> snapshot_;
   int64_t snapshot_step_ = -1;
-  bool is_rewind_due_ = false, is_best_ = false;
+  bool is_rewind_due_ = false, is_best_ = false, is_end_saved_ = false;
   double last_lr_ = 0;
   std::optional<double> val_loss_, best_val_loss_;  // of the state now; of all
   bool is_tracing_ = false;
@@ -142,11 +167,13 @@ void Trainer::initialize_parameters() {
       [&] { dist::load_hf(dist::HfReader(config_.model.from), *fsdp_, *model_); });
 }
 
-Trainer::Trainer(const Config& config, dist::World& world, Checkpointing& checkpoints,
-                 std::atomic<int64_t>* steps_done)
+Trainer::Trainer(const Config& config, dist::World& world, RunDir& run_dir,
+                 Checkpointing& checkpoints, StatusFile& status, std::atomic<int64_t>* steps_done)
     : config_(config),
       world_(world),
+      run_dir_(run_dir),
       checkpoints_(checkpoints),
+      status_(status),
       steps_done_(steps_done),
       guard_(config.guard) {
   world_.control().verdict([&] {
@@ -193,6 +220,8 @@ void Trainer::resume() {
     const dist::TrainingState state{model_.get(), fsdp_.get(), optimizer_.get(), &*scaler_};
     snapshot_ = std::make_unique<dist::Snapshot>(dist::held_slices(state));
   }
+  // What there was before is touched only now that all of the above has gone well.
+  run_dir_.begin(step_, checkpoints_.resumed_from(), checkpoints_.run());
   world_.control().verdict([&] {
     if (world_.rank() != 0) return;
     log_ = std::make_unique<MetricsLog>(MetricsLog::Options{.dir = config_.output.dir,
@@ -448,8 +477,7 @@ void Trainer::write_trace() {
   is_tracing_ = false;
   Context::current()->compute().synchronize();
   profiler::stop();
-  const int rank = world_.rank();
-  const std::string path = config_.debug.trace + (rank == 0 ? "" : fmt::format(".{}", rank));
+  const std::string path = trace_path(config_, world_.rank());
   world_.control().verdict([&] { profiler::write_chrome_trace(path); });
   if (log_ != nullptr) log_->print("trace: " + path);
 }
@@ -468,20 +496,43 @@ dist::Progress Trainer::progress() const {
           .config = dump_config(config_)};
 }
 
-/// Completes the step in flight on the host.
-void Trainer::finish(bool evaluates) {
+/// Completes the step in flight on the host. The state at the end is on the disk before it is
+/// evaluated: whatever goes wrong there must not cost the training.
+void Trainer::finish(bool evaluates, bool is_end) {
   StepMetrics m = finish_step(*pending_);
   pending_.reset();
-  if (evaluates) {
-    m.val_loss = evaluate(*model_, *fsdp_, world_, *eval_samples_, config_.train);
+  val_loss_.reset();
+  if (is_end && !is_rewind_due_) save_end();
+  if (evaluates && !is_rewind_due_) {
+    try {
+      m.val_loss = evaluate(*model_, *fsdp_, world_, *eval_samples_, config_.train);
+    } catch (...) {
+      log(m);
+      throw;
+    }
     step_ends_ = {Clock::now()};
   }
   val_loss_ = m.val_loss;
   is_best_ = val_loss_ && !(best_val_loss_ && *best_val_loss_ <= *val_loss_);
   if (is_best_) best_val_loss_ = val_loss_;
+  if (is_end_saved_) checkpoints_.add_val_loss(progress());
   result_.loss = m.loss;
   if (m.val_loss) result_.val_loss = m.val_loss;
-  if (log_ != nullptr) log_->add(m);
+  log(m);
+}
+
+/// A file that cannot be written any more is told to all ranks at the end of the next step, which
+/// then save before they end.
+void Trainer::log(const StepMetrics& m) {
+  status_.set_loss(m.loss);
+  if (log_ == nullptr) return;
+  status_.progress(m.step, m.loss);
+  if (log_error_) return;
+  try {
+    log_->add(m);
+  } catch (const IoError& error) {
+    log_error_ = error;
+  }
 }
 
 TrainResult Trainer::run() {
@@ -495,34 +546,40 @@ TrainResult Trainer::run() {
     PendingStep submitted = submit_step(step_);
     ++step_;
     next_sample_ += samples_per_step_;
-    if (pending_) finish(false);
+    if (pending_) finish(false, false);
     pending_ = std::move(submitted);
-    const RunControl::Decision decision = control.poll(checkpoints_.state());
+    const RunControl::Decision decision =
+        control.poll(checkpoints_.state(), checkpoints_.is_late(), log_error_.has_value());
     checkpoints_.advance(decision.writers);
-    const bool is_last = step_ == num_steps || decision.is_out_of_time;
-    const bool stops = is_last || decision.is_preempted;
-    const bool evaluates =
-        !decision.is_preempted && (is_last || (eval_every > 0 && step_ % eval_every == 0));
-    const bool saves =
-        decision.is_preempted || checkpoints_.is_due(step_) || (is_last && checkpoints_.is_on());
+    const bool is_cut = decision.is_preempted || decision.has_failed;
+    const bool is_end = !is_cut && (step_ == num_steps || decision.is_out_of_time);
+    const bool evaluates = !is_cut && (is_end || (eval_every > 0 && step_ % eval_every == 0));
+    const bool saves = is_cut || checkpoints_.is_due(step_) || decision.is_save_due;
     // Who asked for the end may not leave the time for it: a resume reads the tokens again.
-    if ((stops || evaluates || saves) && !decision.is_preempted) token_check_->finish();
+    if ((is_end || evaluates || saves) && !is_cut) token_check_->finish();
     // Evaluations and checkpoints are of the parameters after their step: nothing is ahead of it.
-    if (stops || evaluates || saves || guard_.is_on()) finish(evaluates);
+    if (is_cut || is_end || evaluates || saves || guard_.is_on()) finish(evaluates, is_end);
+    // Back from the last step, the run is not at its end.
+    const bool ends = is_cut || (is_end && (!is_rewind_due_ || decision.is_out_of_time));
     if (is_rewind_due_) rewind();
     result_.steps = step_;
     if (decision.is_preempted) world_.set_on_end(nullptr);  // the end of the step is reached
-    if (saves || (is_best_ && checkpoints_.is_on() && config_.checkpoint.best)) {
+    if (!is_end_saved_ &&
+        (saves || (is_best_ && checkpoints_.is_on() && config_.checkpoint.best))) {
       checkpoints_.save(progress());
     }
     is_best_ = false;
+    if (decision.has_failed) {
+      checkpoints_.finish();
+      world_.control().verdict(log_error_ ? &*log_error_ : nullptr);
+    }
     if (decision.is_preempted) {
       result_.is_preempted = true;
       write_trace();
       preempt();
       return result_;
     }
-    if (stops) break;
+    if (ends) break;
   }
   end_run();
   return result_;
@@ -539,11 +596,25 @@ void Trainer::preempt() {
   if (log_ != nullptr) log_->print(fmt::format("preempted after step {}", step_));
 }
 
+/// The checkpoint and the model after the last step. If one cannot be written, the other is there.
+void Trainer::save_end() {
+  is_end_saved_ = true;
+  if (config_.checkpoint.last || checkpoints_.is_due(step_)) checkpoints_.save(progress());
+  const std::string path = config_.output.dir + "/model.safetensors";
+  try {
+    save_model(path, *model_, *fsdp_, world_, step_);
+  } catch (const Error& error) {
+    if (world_.control().verdict_rank(error) >= 0) checkpoints_.finish();
+    throw;
+  }
+  if (log_ != nullptr) log_->print("model: " + path);
+  checkpoints_.finish();
+}
+
 void Trainer::end_run() {
   write_trace();
-  const std::string path = config_.output.dir + "/model.safetensors";
-  save_model(path, *model_, *fsdp_, world_);
-  if (log_ != nullptr) log_->print("model: " + path);
+  if (!is_end_saved_) save_end();
+  world_.control().verdict(log_error_ ? &*log_error_ : nullptr);
   print_sample();
   checkpoints_.finish();
 }
@@ -593,16 +664,16 @@ TrainResult train(const Config& given, dist::World& world) {
       }
     }
   });
-  Checkpointing checkpoints(config, world);  // before anything of an earlier run is touched
-  world.control().verdict([&] {
-    if (world.rank() == 0) prepare_output_dir(config);
-  });
+  world.control().verdict([&] { check_trace_path(config, world.rank()); });
+  RunDir run_dir(config, world);  // held until the end
+  Checkpointing checkpoints(config, world);
   const Context::Scope scope(context);
+  StatusFile status(config.output.dir, run_dir);
   const auto report = [&](RunState state, int64_t step, const std::string& why,
                           bool is_stand_in = false) {
     if (world.rank() != 0 && !is_stand_in) return;
     try {
-      write_status(config.output.dir, state, step, why);
+      status.end(state, step, why);
     } catch (const IoError& error) {
       log_error("{}", error.what());
     }
@@ -613,7 +684,7 @@ TrainResult train(const Config& given, dist::World& world) {
   world.set_on_end([&](const std::string& reason) {
     // Rank 0 may be the one that is gone already: then the next says so.
     std::this_thread::sleep_for(std::chrono::milliseconds(100) * std::min(world.rank(), 3));
-    const bool is_stand_in = world.rank() != 0 && is_running(config.output.dir);
+    const bool is_stand_in = world.rank() != 0 && status.is_running();
     const char* signal = SignalHandlers::ends_at_once() ? "ended by a second SIGUSR1"
                                                         : "ended by SIGTERM within a step";
     report(RunState::kFailed, steps_done, reason.empty() ? signal : reason, is_stand_in);
@@ -622,7 +693,7 @@ TrainResult train(const Config& given, dist::World& world) {
   const auto forget = [](dist::World* w) { w->set_on_end(nullptr); };
   const std::unique_ptr<dist::World, decltype(forget)> scope_of_action(&world, forget);
   try {
-    Trainer trainer(config, world, checkpoints, &steps_done);
+    Trainer trainer(config, world, run_dir, checkpoints, status, &steps_done);
     const TrainResult result = trainer.run();
     if (context->order_check() != nullptr) context->order_check()->throw_if_conflicts();
     if (result.is_preempted) {
@@ -631,7 +702,11 @@ TrainResult train(const Config& given, dist::World& world) {
       return result;
     }
     const bool is_short = result.steps < config.train.steps;
-    report(RunState::kFinished, result.steps, is_short ? "train.max_minutes reached" : "");
+    // A run that is not seen to have finished has failed.
+    world.control().verdict([&] {
+      if (world.rank() != 0) return;
+      status.end(RunState::kFinished, result.steps, is_short ? "train.max_minutes reached" : "");
+    });
     return result;
   } catch (const std::exception& error) {
     report(RunState::kFailed, steps_done, error.what());

@@ -21,10 +21,11 @@ struct TrainResult {
 /// A whole training run on the ranks of `world`; all call it. Makes `output.dir` with
 ///   config.toml        the resolved configuration
 ///   metrics.jsonl      one object a step (metrics.h)
-///   status.json        running, finished, preempted or failed, and why
+///   status.json        running, finished, preempted or failed, and why; step, time, loss, process
 ///   model.safetensors  at the end: f32 parameters under their full names
 ///   tokenizer.json     if the data is a text
 ///   step-NNNNNNNN/     checkpoints (checkpoint.*)
+///   run.lock           held by the run while it lives (run_dir.h)
 /// and prints a line a step on rank 0. What one rank alone sees wrong ends all ranks with the same
 /// error. Errors   ConfigError, InputError, CheckpointError, NumericsError (non-finite loss or
 /// gradient norm, with step, rank and samples; that step changes nothing), IoError

@@ -47,7 +47,8 @@ class Run:
         self.peak_bytes = 0
         with tempfile.TemporaryDirectory() as folder:
             command = launch + [program, f"{ROOT}/configs/{config}", f"--output.dir={folder}/out",
-                                "--train.eval_every=0", "--sample.tokens=0", "--device=cpu"]
+                                "--train.eval_every=0", "--sample.tokens=0", "--device=cpu",
+                                "--checkpoint.last=false", "--checkpoint.every_minutes=0"]
             command += [f"--{key}={value}" for key, value in options.items()]
             begin = time.perf_counter()
             with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,

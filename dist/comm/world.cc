@@ -1,5 +1,6 @@
 #include "dist/comm/world.h"
 
+#include <signal.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -137,6 +138,7 @@ void World::abort(int status, const std::string& reason) noexcept {
 }
 
 int run_main(int argc, char** argv, const std::function<int(World&)>& body) {
+  ::signal(SIGXFSZ, SIG_IGN);  // a file that is too large is an error of the write
   std::optional<World> world;
   try {
     world.emplace(World::init(argc, argv));

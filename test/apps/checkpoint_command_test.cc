@@ -55,13 +55,15 @@ TEST_CASE("tessera-checkpoint: inspect, verify, export, reshard", "[checkpoint]"
     CHECK_THAT(text, Catch::Contains(part));
   }
   int status = -1;
-  CHECK(output_of({"verify", out}, &status) == output_of({"verify", out + "/step-00000004"}) +
-                                                   output_of({"verify", out + "/step-00000002"}));
+  CHECK(output_of({"verify", out}, &status) ==
+        output_of({"verify", out + "/step-00000004"}) +
+            output_of({"verify", out + "/step-00000002"}) + out +
+            "/model.safetensors: whole (8 tensors of step 4; it has no checksum)\n");
   CHECK(status == 0);
 
   // The exported directory is one that models are loaded from, the checkpoint itself as well.
   CHECK(output_of({"export", out, dir / "exported", "--format=tessera"}) ==
-        dir / "exported: parameters of step 4\n");
+        dir / "exported: parameters of step 4, from " + out + "/model.safetensors\n");
   const auto values_of = [](const SavedModel& saved) {
     std::vector<std::vector<double>> values;
     for (const auto& p : saved.model->named_parameters()) {
@@ -122,6 +124,10 @@ TEST_CASE("tessera-checkpoint: the command line", "[checkpoint]") {
   CHECK(error({"inspect"}) == "command line: DIR is required (see --help)");
   CHECK_THAT(error({"reshard", "a", "b", "--ranks", "0"}),
              Catch::StartsWith("command line: --ranks: Value 0 not in range"));
-  CHECK(error({"verify", "/none"}) ==
-        "/none: no complete checkpoint, expected step directories with a manifest.json");
+  for (const char* command : {"verify", "inspect"}) {
+    CHECK(
+        error({command, "/none"}) ==
+        "/none: no complete checkpoint, and no model.safetensors with a config.toml, expected the "
+        "directory of a run, or a checkpoint");
+  }
 }

@@ -257,6 +257,8 @@ TEST_CASE("config: the dump reads back as the same values, whatever they are", "
   config.data = {};
   config.precision.param_dtype = "bf16";
   config.data.text = "a\"b\\c\n\t\x01\x7f \xc3\xa9";
+  config.output.dir = config.checkpoint.dir = "a\"b\\c \xc3\xa9";
+  config.checkpoint.resume = config.debug.trace = config.output.dir;
   config.train.global_batch = 0;
   config.memory.limit = "3 GiB";
   config.optim.warmup_steps = config.optim.decay_steps = 3;
@@ -431,4 +433,31 @@ TEST_CASE("config: each line of help can be read alone", "[config]") {
       CHECK(first != word);
     }
   }
+}
+
+TEST_CASE("config: what no saved configuration can hold is refused before anything runs",
+          "[config]") {
+  const auto error = [](const std::string& key, const std::string& value) {
+    return error_of([&] {
+      load_config("", std::vector<std::string>{"--data.text=x", "--" + key + "=" + value});
+    });
+  };
+  CHECK(error("output.dir", "out/a\nb") ==
+        "command line: output.dir = \"out/a\\nb\": byte 0x0a at 5, expected no control character");
+  CHECK(error("checkpoint.dir", "\x7f") ==
+        "command line: checkpoint.dir = \"\\x7f\": byte 0x7f at 0, expected no control character");
+  CHECK(error("data.text", "caf\xe9") ==
+        "command line: data.text = \"caf\\xe9\": byte 0xe9 at 3, expected UTF-8");
+  CHECK(error("sample.prompt", "\xff") ==
+        "command line: sample.prompt = \"\\xff\": byte 0xff at 0, expected UTF-8");
+  CHECK_THAT(error_of([] { parse_config("[output]\ndir = \"a\\u0000b\"", "a.toml"); }),
+             Catch::StartsWith("a.toml:2: output.dir = ") &&
+                 Catch::EndsWith("byte 0x00 at 1, expected no control character"));
+  // Line feeds of a prompt, and any character of a path, come back from the saved configuration.
+  const Config config =
+      load_config("", std::vector<std::string>{"--data.text=x", "--output.dir=caf\xc3\xa9",
+                                               "--sample.prompt=a\n\tb\001"});
+  const Config again = parse_config(dump_config(config), "again");
+  CHECK(again.output.dir == config.output.dir);
+  CHECK(again.sample.prompt == config.sample.prompt);
 }

@@ -32,7 +32,7 @@ mkfifo "$dir/fifo"
 printf '[model]\nlayer = 3\n' >"$dir/bad.toml"
 head -c 1500 /dev/zero >"$dir/zeros.bin"
 config=$root/configs/llama_tiny.toml
-common=(--device=cpu --output.dir="$dir/out" --train.steps=2 --train.micro_batch=2)
+common=(--device=cpu --output.dir="$dir/out" --output.overwrite --train.steps=2 --train.micro_batch=2)
 
 launches=("")
 [ -n "$mpirun" ] && launches+=("$mpirun --oversubscribe --bind-to none -n 2")
@@ -75,7 +75,7 @@ for words in "${launches[@]}"; do
   expect 2 "--temperature, --top-p: nan is not a number" \
     "$generate" --checkpoint "$dir/out" --temperature nan
   expect 2 "--checkpoint is required" "$generate"
-  expect 2 "config.toml: cannot be read" "$generate" --checkpoint "$dir/none"
+  expect 4 "none: no complete checkpoint, and no model.safetensors" "$generate" --checkpoint "$dir/none"
   expect 0 "tessera-train [CONFIG.toml] [--section.key=value ...]" "$train" --help
   expect 0 "--optim.lr " "$train" --help optim
   expect 2 "--help learning_rate, expected a section (" "$train" --help learning_rate
@@ -102,7 +102,7 @@ if [ -n "$mpirun" ]; then
   read -r -a launch <<<"$mpirun --oversubscribe --bind-to none -n 2"
   for file in "$root"/configs/fsdp_*.toml; do
     expect 0 "step 4/4" "$train" "$file" --device=cpu --data.text="$dir/text" \
-      --output.dir="$dir/out" --train.steps=4 --train.micro_batch=2 --train.eval_every=0 \
+      --output.dir="$dir/out" --output.overwrite --train.steps=4 --train.micro_batch=2 --train.eval_every=0 \
       --optim.warmup_steps=1 --model.layers=4 --model.width=48 --model.context=16 \
       --debug.poison=true --debug.order_check=true
   done

@@ -1,5 +1,8 @@
 #include "apps/metrics.h"
 
+#include <sys/resource.h>
+
+#include <csignal>
 #include <limits>
 #include <nlohmann/json.hpp>
 
@@ -126,20 +129,32 @@ TEST_CASE("metrics: the log has a JSON line a step and prints every n-th", "[met
   CHECK(printed.find('\r') == std::string::npos);
 }
 
-TEST_CASE("metrics: the status file is replaced whole", "[metrics]") {
+TEST_CASE("metrics: what cannot be written is an error, and the file keeps whole lines",
+          "[metrics]") {
   const testing::TempDir dir;
-  write_status(dir.path(), RunState::kRunning, 0);
-  CHECK(read_file(dir / "status.json") == "{\"state\":\"running\",\"step\":0,\"why\":\"\"}\n");
-  write_status(dir.path(), RunState::kFailed, 12, "loss is \"NaN\" \xff");
-  const auto status = nlohmann::json::parse(read_file(dir / "status.json"));
-  CHECK(status["state"] == "failed");
-  CHECK(status["step"] == 12);
-  CHECK(status["why"].get<std::string>().starts_with("loss is \"NaN\""));
-  CHECK_FALSE(std::filesystem::exists(dir / "status.json.tmp"));
-  write_status(dir.path(), RunState::kPreempted, 1);
-  CHECK(nlohmann::json::parse(read_file(dir / "status.json"))["state"] == "preempted");
-  CHECK(error_of([&] { write_status(dir / "none", RunState::kFinished, 1); }) ==
-        dir / "none/status.json: cannot be written: No such file or directory");
   CHECK(error_of([&] { MetricsLog({.dir = dir / "none"}); }) ==
         dir / "none/metrics.jsonl: cannot be written: No such file or directory");
+  // Of a run that goes on, the lines up to its step stay; half a line at the end does not.
+  StepMetrics m = example();
+  m.step = 1;
+  const std::string first = to_json(m) + "\n";
+  dir.write("metrics.jsonl", first + first.substr(0, first.size() / 2));
+  std::FILE* out = std::tmpfile();
+  MetricsLog log({.dir = dir.path(), .num_steps = 3, .out = out, .first_step = 1});
+  CHECK(read_file(dir / "metrics.jsonl") == first);
+  // A file may be no longer than this line and half of the next: as on a full disk.
+  m.step = 2;
+  rlimit before{};
+  getrlimit(RLIMIT_FSIZE, &before);
+  const auto old_action = std::signal(SIGXFSZ, SIG_IGN);
+  const rlimit limit{first.size() * 3 / 2, before.rlim_max};
+  setrlimit(RLIMIT_FSIZE, &limit);
+  const std::string error = error_of([&] { log.add(m); });
+  setrlimit(RLIMIT_FSIZE, &before);
+  CHECK(error == dir / "metrics.jsonl: cannot be written: File too large");
+  CHECK(read_file(dir / "metrics.jsonl") == first);
+  log.add(m);
+  CHECK(read_file(dir / "metrics.jsonl") == first + to_json(m) + "\n");
+  std::signal(SIGXFSZ, old_action);
+  std::fclose(out);
 }

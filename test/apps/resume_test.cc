@@ -13,14 +13,20 @@
 #include "apps/trainer.h"
 #include "dist/checkpoint/reader.h"
 #include "dist/comm/local.h"
+#include "test/apps/runs.h"
 #include "test/temp_dir.h"
 #include "test/testing.h"
 
 using namespace tessera;
 using namespace tessera::apps;
 using tessera::testing::error_of;
+using tessera::testing::error_on;
+using tessera::testing::losses;
 using tessera::testing::read_file;
+using tessera::testing::read_metrics;
+using tessera::testing::saved_steps;
 using tessera::testing::TempDir;
+using tessera::testing::train_on;
 
 namespace {
 
@@ -57,35 +63,8 @@ Config small_config(const TempDir& dir, const std::vector<std::string>& extra = 
   return load_config("", overrides);
 }
 
-void train_on(int world_size, const Config& config) {
-  dist::run_ranks(world_size, [&](dist::World& world) { train(config, world); });
-}
-
-std::string error_on(int world_size, const Config& config) {
-  return error_of([&] { train_on(world_size, config); });
-}
-
-std::vector<nlohmann::json> read_metrics(const std::string& out) {
-  std::vector<nlohmann::json> steps;
-  std::istringstream lines(read_file(out + "/metrics.jsonl"));
-  for (std::string line; std::getline(lines, line);) steps.push_back(nlohmann::json::parse(line));
-  return steps;
-}
-
-std::vector<double> losses(const std::string& out) {
-  std::vector<double> values;
-  for (const auto& step : read_metrics(out)) values.push_back(step["loss"].get<double>());
-  return values;
-}
-
 std::string state_of(const std::string& out) {
   return nlohmann::json::parse(read_file(out + "/status.json"))["state"].get<std::string>();
-}
-
-std::vector<int64_t> saved_steps(const std::string& out) {
-  std::vector<int64_t> steps;
-  for (const auto& place : dist::list_checkpoints(out)) steps.push_back(place.step);
-  return steps;
 }
 
 /// A run that was saved after kSaved steps and went on to the end, and copies of its directory as
@@ -319,11 +298,12 @@ TEST_CASE("resume: from a path, on into another directory", "[resume]") {
     CHECK(std::equal(tail.begin(), tail.end(), saved.expected.begin() + kSaved));
     CHECK(saved_steps(out) == std::vector<int64_t>{20});
   }
-  // "latest" is the newest complete one: of a finished run, nothing is left to do.
+  // "latest" is the newest complete one: of a finished run, nothing is left to do but to save it.
   const std::string done = saved.dir / "done";
   train_on(1, small_config(saved.dir, {"--output.dir=" + done,
                                        "--checkpoint.resume=" + saved.dir / "out/latest"}));
   CHECK(read_file(done + "/model.safetensors") == read_file(saved.dir / "out/model.safetensors"));
+  CHECK(saved_steps(done) == std::vector<int64_t>{20});
   CHECK(error_on(1, small_config(saved.dir, {"--output.dir=" + done + "2",
                                              "--checkpoint.resume=" + saved.dir / "none"})) ==
         saved.dir / "none: no complete checkpoint, expected step directories with a manifest.json");
@@ -366,10 +346,11 @@ TEST_CASE("resume: auto without checkpoints starts; damaged ones are passed over
 TEST_CASE("resume: F33: checkpoints of another run are not mixed with new ones", "[resume]") {
   const SavedRun saved(1);
   const std::string before = read_file(saved.dir / "out/status.json");
-  CHECK(error_on(1, saved.config) ==
-        fmt::format("command line: output.dir = {} has checkpoints of another run (up to step 20), "
-                    "expected an empty one, or --resume=auto to go on",
-                    saved.dir / "out"));
+  CHECK(
+      error_on(1, saved.config) ==
+      fmt::format("command line: output.dir = {} has a run that finished at step 20, expected "
+                  "--resume=auto to go on, another directory, or --output.overwrite to replace it",
+                  saved.dir / "out"));
   CHECK(read_file(saved.dir / "out/status.json") == before);  // nothing was touched
   const std::string file = saved.dir.write("file", "x");
   CHECK_THAT(error_on(1, small_config(saved.dir, {"--checkpoint.dir=" + file + "/x"})),
