@@ -416,27 +416,32 @@ bool RunDir::resumes_in_place() const {
 
 /// Of all states that the directories have; -1 without one.
 int64_t RunDir::newest_step() const {
-  const auto checkpoints = dist::list_checkpoints(places_.back().dir);
-  const int64_t checkpoint = checkpoints.empty() ? -1 : checkpoints.front().step;
-  return std::max(checkpoint, model_step(config_.output.dir));
+  int64_t newest = model_step(config_.output.dir);
+  for (const Place& place : places_) {
+    for (const auto& found : dist::list_checkpoints(place.dir)) {
+      newest = std::max(newest, found.step);
+    }
+  }
+  return newest;
 }
 
 /// On rank 0, with `output.overwrite`.
 void RunDir::remove_newer(int64_t step) const {
-  const std::string& dir = places_.back().dir;
-  const std::string run = read_run(dir);
-  const auto checkpoints = dist::list_checkpoints(dir);
-  for (const dist::CheckpointPlace& place : checkpoints) {
-    if (place.step <= step) continue;
-    if (dist::CheckpointReader(place.dir).manifest().run == run) continue;
-    throw ConfigError(
-        fmt::format("{}: output.overwrite = true, but {} is of another run, expected "
-                    "checkpoints of run {} only",
-                    config_.origin("output.overwrite"), place.dir, run));
+  std::vector<std::string> newer;
+  for (const Place& place : places_) {
+    const std::string run = read_run(place.dir);
+    for (const dist::CheckpointPlace& found : dist::list_checkpoints(place.dir)) {
+      if (found.step <= step) continue;
+      if (dist::CheckpointReader(found.dir).manifest().run != run) {
+        throw ConfigError(
+            fmt::format("{}: output.overwrite = true, but {} is of another run, expected "
+                        "checkpoints of run {} only",
+                        config_.origin("output.overwrite"), found.dir, run));
+      }
+      newer.push_back(found.dir);
+    }
   }
-  for (const dist::CheckpointPlace& place : checkpoints) {
-    if (place.step > step) dist::remove_checkpoint(place.dir);
-  }
+  for (const std::string& dir : newer) dist::remove_checkpoint(dir);
   const std::string& out = config_.output.dir;
   if (model_step(out) > step) fs::remove(out + "/model.safetensors");
 }

@@ -120,7 +120,8 @@ MappedFile::~MappedFile() {
 void write_file_atomically(const std::string& path, std::string_view text) {
   const std::string temporary = path + ".tmp";
   Descriptor fd(::open(temporary.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644));
-  bool good = fd.get() >= 0;
+  const bool is_ours = fd.get() >= 0;
+  bool good = is_ours;
   while (good && !text.empty()) {
     const ssize_t written = ::write(fd.get(), text.data(), text.size());
     if (written < 0 && errno == EINTR) continue;
@@ -130,7 +131,7 @@ void write_file_atomically(const std::string& path, std::string_view text) {
   good = good && fd.close() == 0 && ::rename(temporary.c_str(), path.c_str()) == 0;
   if (!good) {
     const std::string reason = system_error();
-    ::unlink(temporary.c_str());
+    if (is_ours) ::unlink(temporary.c_str());
     throw IoError(fmt::format("{}: cannot be written: {}", path, reason));
   }
 }

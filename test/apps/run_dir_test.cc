@@ -268,6 +268,18 @@ TEST_CASE("run dir: no start over a run without --resume or --output.overwrite",
   CHECK(model_step(dir / "out") == 4);
   CHECK(load_model(dir / "out").tokenizer->name() == "char");
   CHECK(describe_run(dir / "out") == "finished at step 4");
+  // The old checkpoints go where they are, those of another run among them stay.
+  const std::string elsewhere = "--checkpoint.dir=" + dir / "elsewhere";
+  train_on(1, small_config(dir, {"--output.overwrite=true", "--train.steps=2", elsewhere}));
+  CHECK(saved_steps(dir / "out").empty());
+  CHECK(saved_steps(dir / "elsewhere") == std::vector<int64_t>{2});
+  train_on(1, small_config(dir, {"--output.dir=" + dir / "second"}));
+  fs::copy(dir / "second/step-00000006", dir / "elsewhere/step-00000006");
+  const auto mixed = bytes_of(dir / "elsewhere");
+  CHECK_THAT(error_on(1, small_config(dir, {"--output.overwrite=true", elsewhere})),
+             Catch::StartsWith("command line: output.overwrite = true, but " +
+                               dir / "elsewhere/step-00000006 is of another run, expected "));
+  CHECK(bytes_of(dir / "elsewhere") == mixed);
   // What failed before its first step has left nothing: the next start may come.
   const std::string fresh = "--output.dir=" + dir / "fresh";
   CHECK(status_of(small_config(dir, {fresh, "--model.context=40000"})) == 3);
@@ -511,6 +523,12 @@ TEST_CASE("run dir: every reader takes the newest state and says which", "[run_d
   write_status(out, RunState::kRunning, 9);
   CHECK_THAT(output_of({"inspect", out}),
              Catch::StartsWith(out + ": the run died at step 9 (" + this_process() + ")\n"));
+  fs::create_directory(dir / "young");
+  write_status(dir / "young", RunState::kRunning, 1);
+  CHECK(error_of([&] { load_model(dir / "young"); }) ==
+        fmt::format("{}: no complete checkpoint, and no model.safetensors with a config.toml (the "
+                    "run died at step 1 ({})), expected the directory of a run, or a checkpoint",
+                    dir / "young", this_process()));
   // Checkpoints elsewhere belong to the run as well.
   const std::string elsewhere = "--checkpoint.dir=" + dir / "checkpoints";
   train_on(1, small_config(dir, {"--output.dir=" + dir / "apart", elsewhere}));

@@ -75,4 +75,19 @@ TEST_CASE("files: a mapped file has the bytes of the file", "[files]") {
   CHECK(MappedFile(dir.write("empty", "")).nbytes() == 0);
 }
 
+TEST_CASE("files: a write that cannot begin leaves what has the name of its temporary file",
+          "[files]") {
+  const testing::TempDir dir;
+  const std::string temporary = dir / "a.tmp";
+  REQUIRE(::symlink((dir / "none/x").c_str(), temporary.c_str()) == 0);
+  std::string error;
+  try {
+    write_file_atomically(dir / "a", "text");
+  } catch (const IoError& e) {
+    error = e.what();
+  }
+  CHECK(error == dir / "a: cannot be written: No such file or directory");
+  CHECK(std::filesystem::is_symlink(temporary));
+}
+
 }  // namespace tessera
