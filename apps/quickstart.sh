@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # From a fresh clone to a language model: installs what is missing, builds, prepares real English
 # text, trains a small Llama-style model on two ranks with fully sharded parameters, and prints text
-# that the model writes. Further arguments go to the trainer (--train.steps=100).
+# that the model writes. Further arguments go to the trainer (--train.steps=100). A second time it
+# leaves what it has trained, unless --output.overwrite is one of them.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source apps/mpirun.sh

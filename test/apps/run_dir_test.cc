@@ -3,11 +3,13 @@
 #include "apps/run_dir.h"
 
 #include <signal.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <cerrno>
+#include <csignal>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <sstream>
@@ -447,6 +449,35 @@ TEST_CASE("run dir: what fails in the last evaluation does not cost the model", 
   CHECK(model_step(dir / "out") == 9);
   CHECK(losses(dir / "out").size() == 9);
   CHECK(describe_run(dir / "out").starts_with("failed at step 9: "));
+}
+
+TEST_CASE("run dir: metrics that cannot be written end all ranks after a save", "[run_dir]") {
+  const TempDir dir;
+  const auto config = [&](const std::string& name, std::vector<std::string> extra) {
+    extra.insert(extra.end(),
+                 {"--output.dir=" + dir / name, "--data.tokenizer=char", "--model.heads=1",
+                  "--model.width=8", "--model.context=8", "--train.steps=200"});
+    return small_config(dir, extra);
+  };
+  train_on(2, config("whole", {}));
+  // As on a full disk: the lines of some hundred steps do not fit, the states do.
+  rlimit before{};
+  ::getrlimit(RLIMIT_FSIZE, &before);
+  const auto old_action = std::signal(SIGXFSZ, SIG_IGN);
+  const rlimit limit{32768, before.rlim_max};
+  ::setrlimit(RLIMIT_FSIZE, &limit);
+  const std::string error = error_on(2, config("out", {}));
+  ::setrlimit(RLIMIT_FSIZE, &before);
+  std::signal(SIGXFSZ, old_action);
+  CHECK(error == dir / "out/metrics.jsonl: cannot be written: File too large");
+  const auto status = read_status(dir / "out").value();
+  CHECK(status.state == RunState::kFailed);
+  CHECK(status.why == error);
+  const size_t num_lines = losses(dir / "out").size();  // whole lines all
+  REQUIRE(saved_steps(dir / "out").size() == 1);
+  CHECK(saved_steps(dir / "out").front() >= static_cast<int64_t>(num_lines));
+  train_on(2, config("out", {"--checkpoint.resume=auto"}));
+  CHECK(read_file(dir / "out/model.safetensors") == read_file(dir / "whole/model.safetensors"));
 }
 
 TEST_CASE("run dir: a timeline that cannot be written is found before the first step",
