@@ -21,7 +21,8 @@ losses() {  # device, command ...
     --output.dir="$dir/out" --output.overwrite --train.steps=3 --train.micro_batch=2 --train.global_batch=4 \
     --train.eval_every=0 --train.log_every=1 --train.threads=1 --optim.warmup_steps=1 --model.layers=1 \
     --model.width=24 --model.heads=2 --model.kv_heads=1 --model.ffn=32 --model.context=16 \
-    --sample.tokens=2 --debug.poison=true --debug.order_check=true >"$dir/log" 2>&1
+    --sample.tokens=2 --precision.param_dtype=f32 --debug.poison=true \
+    --debug.order_check=true >"$dir/log" 2>&1
   local status=$?
   if [ "$status" != 0 ]; then
     echo "exit status $status on $device: $*"
