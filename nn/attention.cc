@@ -101,7 +101,8 @@ Tensor Attention::forward(const Tensor& x_BTC, const AttentionInput& input) {
   AttentionOptions options;
   options.causal = c.causal;
   options.document_starts = input.document_starts;
-  if (alibi_slopes_ != nullptr) options.alibi_slopes = *alibi_slopes_;
+  // The kernels take f32: a buffer in another dtype holds rounded slopes.
+  if (alibi_slopes_ != nullptr) options.alibi_slopes = alibi_slopes_->to(kF32);
   const Tensor y_BTHD = attention(q_BTHD, k_BTGD, v_BTGD, options);
   return out_(y_BTHD.view({B, T, H * c.head_width}));
 }

@@ -154,16 +154,19 @@ void Scheduler::resolve_options() {
                                            : 1.0);
   int exponent = 0;
   TESSERA_CHECK_AS(ConfigError, *p.pre_divide > 0 && std::frexp(*p.pre_divide, &exponent) == 0.5,
-                   "precision.pre_divide: {}, expected a power of two", *p.pre_divide);
-  TESSERA_CHECK_AS(ConfigError, !o.reproducible || *p.pre_divide == 1,
-                   "precision.pre_divide: {} in reproducible mode, expected 1", *p.pre_divide);
+                   "fully_shard: PrecisionOptions::pre_divide is {}, expected a power of two",
+                   *p.pre_divide);
+  TESSERA_CHECK_AS(
+      ConfigError, !o.reproducible || *p.pre_divide == 1,
+      "fully_shard: PrecisionOptions::pre_divide is {} in reproducible mode, expected 1",
+      *p.pre_divide);
   if (world_size == 1) p.pre_divide = 1.0;
   lanes_.pre_divide = *p.pre_divide;
   if (!o.wrap) o.wrap = wrap::transformer_block();
   lanes_.poison = Context::current()->options().poison;
   TESSERA_CHECK_AS(ConfigError, o.offload_window > 0 && o.offload_window % kLayoutBlock == 0,
-                   "fsdp.offload_window: {}, expected a multiple of {}", o.offload_window,
-                   kLayoutBlock);
+                   "fully_shard: FsdpOptions::offload_window is {}, expected a multiple of {}",
+                   o.offload_window, kLayoutBlock);
 }
 
 bool Scheduler::is_on_cpu() const {

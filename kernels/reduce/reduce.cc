@@ -1,5 +1,6 @@
 #include "kernels/reduce/reduce.h"
 
+#include <cmath>
 #include <numeric>
 
 #include "core/autograd.h"
@@ -236,7 +237,9 @@ Tensor segments_to_device(std::span<const Segment> segments, int64_t numel) {
 
 void partial_norm(const Tensor& partial, const Tensor& x, const Tensor& segments, double p,
                   const Tensor& has_nonfinite) {
-  TESSERA_CHECK(p > 0, "partial_norm: p must be > 0, got {}", p);
+  TESSERA_CHECK(p > 0 && (p <= kMaxNormPower || std::isinf(p)),
+                "partial_norm: p must be > 0 and at most {}, or infinity, got {}", kMaxNormPower,
+                p);
   check_floating("partial_norm", x);
   check_scalar("partial_norm", "partial", partial, kF64);
   TESSERA_CHECK_SHAPE(x.num_dims() == 1 && x.is_contiguous(),

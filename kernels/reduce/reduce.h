@@ -40,6 +40,9 @@ struct Segment {
 /// Errors   ShapeError if a segment is not within [0, numel) or starts before its predecessor ends
 Tensor segments_to_device(std::span<const Segment> segments, int64_t numel);
 
+/// Largest finite p of a norm: |x|^p of what f32 gradients are (1e-19 to 1e19) is within f64.
+inline constexpr double kMaxNormPower = 16;
+
 /// The contribution of one flat buffer to a norm: sum_i |x_i|^p over its segments, max_i |x_i| for
 /// p = infinity; 0 without elements. Elements outside the segments (padding) are never read.
 ///   partial       f64, one element, written
@@ -51,7 +54,8 @@ Tensor segments_to_device(std::span<const Segment> segments, int64_t numel);
 ///          bits on every number of threads. A block whose f32 sum over- or underflows is summed
 ///          in f64.
 /// Streams  current stream; never synchronizes; not differentiable
-/// Errors   Error if p <= 0 or NaN; ShapeError, DtypeError if an argument is not as above
+/// Errors   Error if p <= 0 or NaN, or above kMaxNormPower and finite; ShapeError, DtypeError if an
+///          argument is not as above
 void partial_norm(const Tensor& partial, const Tensor& x, const Tensor& segments, double p,
                   const Tensor& has_nonfinite = {});
 

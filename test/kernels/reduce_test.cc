@@ -285,6 +285,21 @@ TEST_CASE("combine_norms: partials are added in order and the root is taken", "[
   CHECK(norm_from(from_values({1e200}, {1}, kF64), 1) == kInf);  // beyond f32
 }
 
+TEST_CASE("partial_norm: powers beyond f64 are refused, the largest allowed one is right",
+          "[reduce]") {
+  const Tensor x = full({4}, 1e-18), partial = empty({1}, kF64), norm = empty({1});
+  const Segment whole{0, 4};
+  const Tensor segments = segments_to_device({&whole, 1}, 4);
+  CHECK(testing::error_of([&] {
+          partial_norm(partial, x, segments, 1000);
+        }).starts_with("partial_norm: p must be > 0 and at most 16, or infinity, got 1000"));
+  for (const double value : {1e-18, 1e18}) {
+    partial_norm(partial, full({4}, value), segments, kMaxNormPower);
+    combine_norms(norm, partial, kMaxNormPower);
+    CHECK(std::abs(norm.item() / (value * std::pow(4.0, 1.0 / 16)) - 1) < 1e-5);
+  }
+}
+
 TEST_CASE("clip_factor: scales down only what is too long, flags what is not finite", "[reduce]") {
   CHECK(clip_of(5, 1).factor == Approx(0.2).epsilon(1e-6));
   CHECK(clip_of(0.5, 1).factor == 1);
@@ -314,7 +329,8 @@ TEST_CASE("reduce: errors name the op and what came", "[reduce]") {
   check_error([&] { segments_to_device(overlap, 4); }, {"segment [2, 4)", "within [3, 4)"});
 
   const Tensor segments = all_of(f);
-  check_error([&] { partial_norm(one, f, segments, 0); }, {"partial_norm: p must be > 0, got 0"});
+  check_error([&] { partial_norm(one, f, segments, 0); },
+              {"partial_norm: p must be > 0 and at most 16, or infinity, got 0"});
   check_error([&] { partial_norm(one, f, segments, kNan); }, {"partial_norm: p must be > 0"});
   check_error([&] { partial_norm(f, f, segments, 2); },
               {"partial_norm: partial must be f64, got f32"});
