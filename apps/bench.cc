@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "core/log.h"
 #include "core/profiler.h"
 #include "core/runtime/context.h"
 #include "core/tensor.h"
@@ -59,6 +60,16 @@ Timing time_on_stream(const std::function<void()>& submit, int runs, int warm_up
   while (times < 4096 && run_ms(submit, times) < 2) times *= 2;
   for (int i = 0; i < runs; ++i) times_ms.push_back(run_ms(submit, times) / times);
   return summarize(std::move(times_ms));
+}
+
+std::string estimate_text(double seconds) {
+  if (seconds < 90) return fmt::format("about {:.0f} s", std::max(seconds, 1.0));
+  if (seconds < 90 * 60) return fmt::format("about {:.0f} min", seconds / 60);
+  return fmt::format("about {:.1f} h", seconds / 3600);
+}
+
+void say_estimate(double seconds) {
+  log_info("this takes {}", estimate_text(seconds));
 }
 
 double Roofline::floor_ms(double flops, double nbytes, DType dtype) const {

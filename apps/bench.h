@@ -25,6 +25,11 @@ Timing summarize(std::vector<double> times_ms);
 /// should exceed the L2 several times.
 Timing time_on_stream(const std::function<void()>& submit, int runs = 20, int warm_ups = 2);
 
+/// "this takes about 40 s" as a line on stderr, before a bench begins or after its first part.
+void say_estimate(double seconds);
+/// "about 40 s", "about 3 min", "about 1.5 h".
+std::string estimate_text(double seconds);
+
 /// What the device reaches: bytes read + written by a copy of 256 MiB, and floating-point
 /// operations of a matrix product of `width`^3.
 struct Roofline {

@@ -4,7 +4,6 @@
 // with status 1 if the step that saves takes more than 1.2 normal steps and the copy, by medians.
 #include <stdlib.h>
 
-#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
@@ -15,9 +14,11 @@
 #include <thread>
 #include <vector>
 
+#include "apps/bench.h"
+#include "apps/command_line.h"
+#include "apps/program.h"
 #include "core/autograd.h"
 #include "core/runtime/context.h"
-#include "core/runtime/cpu_check.h"
 #include "dist/checkpoint/writer.h"
 #include "nn/llama.h"
 #include "optim/adamw.h"
@@ -167,6 +168,7 @@ int run(const Options& options, dist::World& world) {
       return *result;
     };
     dist::Progress progress;
+    const auto start = Clock::now();
     for (int i = 0; i <= options.saves; ++i) {
       ++progress.step;
       std::this_thread::sleep_for(kRest);
@@ -180,7 +182,10 @@ int run(const Options& options, dist::World& world) {
       ++progress.step;
       writer.begin(progress);
       const dist::SaveResult result = end();
-      if (i == 0) continue;  // the first touch of its memory
+      if (i == 0) {  // the first touch of its memory
+        if (world.rank() == 0) apps::say_estimate(since(start) * options.saves);
+        continue;
+      }
       normal.push_back(step);
       copies.push_back(copy);
       saving.push_back(took);
@@ -233,21 +238,30 @@ int run(const Options& options, dist::World& world) {
   return is_good ? 0 : 1;
 }
 
+int run(int argc, char** argv) {
+  Options options;
+  apps::CommandLine app(
+      "What saving a checkpoint costs. Exit status 1 if the step that saves takes too long.",
+      "tessera-bench-checkpoint");
+  app.add_option("--dir", options.dir,
+                 "directory on the disk to measure: a fresh one in it is used and removed");
+  app.add_option("--device", options.device, "auto, cpu or cuda");
+  app.add_option("--layers", options.layers,
+                 "transformer blocks of the model, of which 12 bytes a parameter are saved")
+      ->check(apps::in_range<int64_t>(1));
+  app.add_option("--width", options.width, "width of the hidden states")
+      ->check(apps::in_range<int64_t>(1));
+  app.add_option("--tokens", options.tokens, "tokens of a rank and step")
+      ->check(apps::in_range<int64_t>(1));
+  app.add_option("--saves", options.saves, "saves that are measured")
+      ->check(apps::in_range(1, std::optional(1000)));
+  if (const auto status = app.read(argc, argv)) return *status;
+  return dist::run_main(argc, argv, [&](dist::World& world) { return run(options, world); });
+}
+
 }  // namespace
 }  // namespace tessera
 
 int main(int argc, char** argv) {
-  tessera::check_processor();
-  tessera::Options options;
-  CLI::App app("What saving a checkpoint costs.", "tessera-bench-checkpoint");
-  app.add_option("--dir", options.dir,
-                 "on the disk to measure: a fresh directory in it is used and removed");
-  app.add_option("--device", options.device, "auto, cpu or cuda");
-  app.add_option("--layers", options.layers, "of the model: 12 bytes a parameter are saved");
-  app.add_option("--width", options.width, "of the model");
-  app.add_option("--tokens", options.tokens, "a rank and step");
-  app.add_option("--saves", options.saves, "that are measured")->check(CLI::Range(1, 1000));
-  CLI11_PARSE(app, argc, argv);
-  return tessera::dist::run_main(
-      argc, argv, [&](tessera::dist::World& world) { return tessera::run(options, world); });
+  return tessera::apps::run_program([&] { return tessera::run(argc, argv); });
 }

@@ -6,11 +6,13 @@
 
 #include <fmt/format.h>
 
-#include <CLI/CLI.hpp>
+#include <map>
 #include <nlohmann/json.hpp>
 
 #include "apps/bench.h"
+#include "apps/command_line.h"
 #include "apps/program.h"
+#include "core/log.h"
 #include "core/profiler.h"
 #include "core/runtime/context.h"
 #include "core/tensor.h"
@@ -185,15 +187,9 @@ void report(const std::string& name, const Case& one, const Timing& t, bool as_j
   std::fflush(stdout);
 }
 
-/// All cases on this rank; false if a result was wrong on any.
-bool run_cases(dist::World& world, const Options& options) {
-  const std::unique_ptr<dist::Comm> comm = world.make_comm();
-  const bool prints = world.rank() == 0;
-  if (prints && !options.as_json) {
-    fmt::print("{} ranks\n{:<34} {:>13} {:>11} {:>22} {:>9} {:>9}\n", world.world_size(),
-               "collective", "bytes", "us", "min-max", "alg GB/s", "bus GB/s");
-  }
-  int64_t num_wrong = 0;
+/// Calls `f` with collective, dtype, size and name of each case that is wanted.
+template <class F>
+void for_each_case(const Options& options, F&& f) {
   for (const Collective collective :
        {Collective::kAllGather, Collective::kReduceScatter, Collective::kAllReduce}) {
     for (const DType dtype : {kF32, kBF16}) {
@@ -201,22 +197,69 @@ bool run_cases(dist::World& world, const Options& options) {
         const std::string name =
             fmt::format("{}/{}/{}", name_of(collective), tessera::name_of(dtype), nbytes);
         if (name.find(options.filter) == std::string::npos) continue;
-        const Case one(world, *comm, collective, dtype, nbytes);
-        const bool wrong = world.control().max(one.is_right() ? 0 : 1) != 0;
-        num_wrong += wrong;
-        if (wrong && prints) fmt::print(stderr, "{}: wrong result\n", name);
-        const int runs = nbytes >= int64_t{64} << 20 ? std::min(options.runs, 5) : options.runs;
-        const Timing ours = one.time([&] { one.submit(); }, runs);
-        if (prints) report(name, one, ours, options.as_json);
-#if TESSERA_MPI
-        if (options.has_raw && dtype == kF32) {
-          const Timing raw = one.time([&] { one.submit_raw(); }, runs);
-          if (prints) report("mpi_" + name, one, raw, options.as_json);
-        }
-#endif
+        f(collective, dtype, nbytes, name);
       }
     }
   }
+}
+
+int num_runs(const Options& options, int64_t nbytes) {
+  return nbytes >= int64_t{64} << 20 ? std::min(options.runs, 5) : options.runs;
+}
+
+/// Of all cases, from one run of each collective on at most 4 MiB.
+double estimate_seconds(dist::World& world, dist::Comm& comm, const Options& options) {
+  const int64_t sample_nbytes = std::clamp(int64_t{4} << 20, options.min_nbytes,
+                                           std::max(options.min_nbytes, options.max_nbytes));
+  std::map<Collective, double> sample_s;
+  double total = 0;
+  for_each_case(
+      options, [&](Collective collective, DType dtype, int64_t nbytes, const std::string&) {
+        if (!sample_s.contains(collective)) {
+          const Case one(world, comm, collective, kF32, sample_nbytes);
+          sample_s[collective] = one.time([&] { one.submit(); }, 1).median_ms * 1e-3;
+        }
+        constexpr double kLeast = 1e-4, kMpiFactor = 5;  // MPI's reductions are slower
+        const double once = std::max(kLeast, sample_s[collective] * static_cast<double>(nbytes) /
+                                                 static_cast<double>(sample_nbytes));
+        const bool has_raw = options.has_raw && dtype == kF32;
+        total += once * (num_runs(options, nbytes) + 4) * (has_raw ? 1 + kMpiFactor : 1);
+      });
+  return total;
+}
+
+/// All cases on this rank; false if a result was wrong on any.
+bool run_cases(dist::World& world, const Options& options) {
+  const std::unique_ptr<dist::Comm> comm = world.make_comm();
+  const bool prints = world.rank() == 0;
+  if (prints && world.world_size() == 1) {
+    log_warning(
+        "one rank: nothing travels, so no collective is measured; expected mpirun -n N "
+        "tessera-bench-collectives, or --ranks=N thread ranks");
+  }
+  const double seconds = estimate_seconds(world, *comm, options);
+  if (prints) say_estimate(seconds);
+  if (prints && !options.as_json) {
+    fmt::print("{} ranks\n{:<34} {:>13} {:>11} {:>22} {:>9} {:>9}\n", world.world_size(),
+               "collective", "bytes", "us", "min-max", "alg GB/s", "bus GB/s");
+  }
+  int64_t num_wrong = 0;
+  for_each_case(options,
+                [&](Collective collective, DType dtype, int64_t nbytes, const std::string& name) {
+                  const Case one(world, *comm, collective, dtype, nbytes);
+                  const bool wrong = world.control().max(one.is_right() ? 0 : 1) != 0;
+                  num_wrong += wrong;
+                  if (wrong && prints) log_error("{}: wrong result", name);
+                  const int runs = num_runs(options, nbytes);
+                  const Timing ours = one.time([&] { one.submit(); }, runs);
+                  if (prints) report(name, one, ours, options.as_json);
+#if TESSERA_MPI
+                  if (options.has_raw && dtype == kF32) {
+                    const Timing raw = one.time([&] { one.submit_raw(); }, runs);
+                    if (prints) report("mpi_" + name, one, raw, options.as_json);
+                  }
+#endif
+                });
   return num_wrong == 0;
 }
 
@@ -238,24 +281,24 @@ int64_t parse_nbytes(const std::string& text) {
 }
 
 int run(int argc, char** argv) {
-  CLI::App app{"Times collectives. Exit status 1 if a result is wrong."};
+  CommandLine app(
+      "Times collectives of all ranks (mpirun -n N, or --ranks=N threads). Exit status 1 "
+      "if a result is wrong.",
+      "tessera-bench-collectives");
   Options options;
   std::string min_size = "1K", max_size = "1G";
   app.add_option("--min", min_size, "smallest full buffer, as in 1K");
   app.add_option("--max", max_size, "largest; each size is four times the one before");
   app.add_option("--filter", options.filter, "only cases whose name contains this");
-  app.add_option("--runs", options.runs, "runs of each (5 at most from 64M on)")
-      ->check(CLI::Range(1, 10000));
-  app.add_option("--ranks", options.num_thread_ranks, "thread ranks of one process")
-      ->check(CLI::Range(1, 64));
+  app.add_option("--runs", options.runs, "runs of each case (5 at most from 64M on)")
+      ->check(in_range(1, std::optional(10000)));
+  app.add_option("--ranks", options.num_thread_ranks,
+                 "thread ranks of this process instead of those of mpirun")
+      ->check(in_range(1, std::optional(64)));
   app.add_option("--device", options.device, "auto, cpu or cuda");
   app.add_flag("--raw", options.has_raw, "also MPI's own calls (under mpirun, f32)");
-  app.add_flag("--json", options.as_json, "one object a line instead of a table");
-  try {
-    app.parse(argc, argv);
-  } catch (const CLI::ParseError& error) {
-    return app.exit(error) == 0 ? 0 : 2;
-  }
+  app.add_flag("--json", options.as_json, "one JSON object a line instead of a table");
+  if (const auto status = app.read(argc, argv)) return *status;
   const auto read_sizes = [&] {
     options.min_nbytes = parse_nbytes(min_size);
     options.max_nbytes = parse_nbytes(max_size);

@@ -7,14 +7,15 @@
 
 #include <fmt/format.h>
 
-#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <map>
 #include <mutex>
 #include <nlohmann/json.hpp>
 #include <set>
 
+#include "apps/bench.h"
 #include "apps/bench_training.h"
+#include "apps/command_line.h"
 #include "apps/program.h"
 #include "core/profiler.h"
 #include "dist/comm/local.h"
@@ -62,6 +63,10 @@ dist::LocalOptions local_options() {
 
 double ms(int64_t ns) {
   return static_cast<double>(ns) * 1e-6;
+}
+
+double seconds_since(int64_t begin_ns) {
+  return ms(profiler::now_ns() - begin_ns) * 1e-3;
 }
 
 // ---- overlap
@@ -180,7 +185,10 @@ Exposure measure_overlap(int prefetch, int num_ranks, const Network& network, in
 bool bench_overlap(bool as_json) {
   constexpr int kRanks = 2, kSteps = 5;
   // As fast as this machine computes now: a third of a unit's mean time, forward and backward.
+  const int64_t start = profiler::now_ns();
   const double transfer_ms = measure_overlap(1, kRanks, {}, 3).compute_ms_a_unit / 3;
+  // That were 4 steps; three times 6 follow, which also wait for the network.
+  say_estimate(seconds_since(start) / 4 * 18 * 1.5);
   const double nbytes = 4.0 * static_cast<double>(12 * kOverlapWidth * kOverlapWidth) / kRanks;
   const Network network{1e3 * transfer_ms / 2, 1e3 * nbytes * (kRanks - 1) / (transfer_ms / 2)};
   if (!as_json) {
@@ -277,7 +285,10 @@ bool bench_batch(bool as_json) {
   int row = 0;
   for (const Strategy strategy : {Strategy::kNoShard, Strategy::kFullShard}) {
     work.fsdp.strategy = larger.fsdp.strategy = strategy;
+    const int64_t start = profiler::now_ns();
     const int64_t batch = batches[row++] = largest_batch(work, kLimit, kRanks);
+    // full_shard tries more and larger ones.
+    if (row == 1) say_estimate(seconds_since(start) * 10);
     const BatchRun run = try_batch(work, std::max<int64_t>(batch, 1), kLimit, kRanks, 3);
     const double rate = static_cast<double>(batch * kRanks) / (run.step_ms * 1e-3);
     // The larger model: whether it starts at all, and whether it learns.
@@ -336,7 +347,7 @@ bool bench_memory(bool as_json) {
         "  strategy            dtype  {:>18}{:>18}{:>18}{:>18}\n",
         "1 rank", "2 ranks", "4 ranks", "8 ranks");
   }
-  bool ok = true;
+  bool ok = true, has_said_estimate = false;
   for (const Strategy strategy :
        {Strategy::kFullShard, Strategy::kShardGradOp, Strategy::kShardOptim, Strategy::kNoShard,
         Strategy::kHybridShard, Strategy::kHybridShardZero2}) {
@@ -354,6 +365,7 @@ bool bench_memory(bool as_json) {
         const int shard_size = is_hybrid ? std::max(1, world_size / 2) : world_size;
         if (is_hybrid) work.fsdp.shard_size = shard_size;
         double actual = 0;
+        const int64_t begin = profiler::now_ns();
         dist::run_ranks(world_size, local_options(), [&](dist::World& world) {
           BenchTraining training = start(world, work);
           training.step(kLr);
@@ -368,6 +380,9 @@ bool bench_memory(bool as_json) {
           actual =
               static_cast<double>(nbytes) / static_cast<double>(training.fsdp().num_parameters());
         });
+        // The first of 48, whose mean number of ranks is 15 / 4.
+        if (!std::exchange(has_said_estimate, true))
+          say_estimate(seconds_since(begin) * 48 * 15 / 4);
         const double expected = expected_bytes(strategy, is_bf16, world_size, shard_size);
         ok = ok && std::abs(actual - expected) <= 0.01 * expected;
         line += fmt::format("  {:>6.3f} ({:>6.3f})", actual, expected);
@@ -389,17 +404,14 @@ bool bench_memory(bool as_json) {
 }
 
 int run(int argc, char** argv) {
-  CLI::App app{"What sharding is for, measured on thread ranks. Exit status 1 if a claim fails."};
+  CommandLine app("What sharding is for, measured on thread ranks. Exit status 1 if a claim fails.",
+                  "tessera-bench-fsdp");
   std::vector<std::string> names;
   bool as_json = false;
   app.add_option("bench", names, "overlap, batch, memory; default: all of them")
       ->check(CLI::IsMember({"overlap", "batch", "memory"}));
-  app.add_flag("--json", as_json, "one object a line instead of tables");
-  try {
-    app.parse(argc, argv);
-  } catch (const CLI::ParseError& error) {
-    return app.exit(error) == 0 ? 0 : 2;
-  }
+  app.add_flag("--json", as_json, "one JSON object a line instead of tables");
+  if (const auto status = app.read(argc, argv)) return *status;
   if (names.empty()) names = {"overlap", "batch", "memory"};
   bool ok = true;
   for (const std::string& name : names) {

@@ -4,10 +4,10 @@
 
 #include <fmt/format.h>
 
-#include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
 
 #include "apps/bench.h"
+#include "apps/command_line.h"
 #include "apps/program.h"
 #include "core/autograd.h"
 #include "core/profiler.h"
@@ -91,9 +91,13 @@ Result measure(dist::World& world, int steps) {
   const Tensor x = full({1}, 1.0);
   std::vector<double> forward, backward_times, end;
   int64_t reserved = 0;
+  const int64_t start = profiler::now_ns();
   for (int i = -3; i < steps; ++i) {
     world.control().barrier();
     int64_t begin = profiler::now_ns();
+    if (i == 0 && world.rank() == 0) {
+      say_estimate(static_cast<double>(begin - start) * 1e-9 / 3 * steps);
+    }
     const Tensor loss = nn::call(*chain, x);
     const double forward_us = us_since(begin);
     begin = profiler::now_ns();
@@ -121,17 +125,16 @@ Result measure(dist::World& world, int steps) {
 }
 
 int run(int argc, char** argv) {
-  CLI::App app{"Host time of the sharding manager. Exit status 1 if device memory was allocated."};
+  CommandLine app(
+      "Host time of the sharding manager. Exit status 1 if device memory was allocated.",
+      "tessera-bench-host");
   int ranks = 1, steps = 50;
   bool as_json = false;
-  app.add_option("--ranks", ranks, "thread ranks")->check(CLI::Range(1, 64));
-  app.add_option("--steps", steps)->check(CLI::Range(1, 100000));
-  app.add_flag("--json", as_json, "one object");
-  try {
-    app.parse(argc, argv);
-  } catch (const CLI::ParseError& error) {
-    return app.exit(error) == 0 ? 0 : 2;
-  }
+  app.add_option("--ranks", ranks, "thread ranks")->check(in_range(1, std::optional(64)));
+  app.add_option("--steps", steps, "steps that are timed")
+      ->check(in_range(1, std::optional(100000)));
+  app.add_flag("--json", as_json, "one JSON object instead of text");
+  if (const auto status = app.read(argc, argv)) return *status;
   dist::LocalOptions local;
   local.context.poison = local.context.order_check = false;
   Result r;

@@ -3,11 +3,11 @@
 
 #include <fmt/format.h>
 
-#include <CLI/CLI.hpp>
 #include <iostream>
 #include <nlohmann/json.hpp>
 
 #include "apps/bench.h"
+#include "apps/command_line.h"
 #include "apps/program.h"
 #include "core/elementary/kernel.h"
 #include "core/runtime/context.h"
@@ -66,12 +66,6 @@ void* data(const Tensor& t) {
   return t.is_defined() ? t.raw_data() : nullptr;
 }
 
-Tensor random(const Shape& shape, DType dtype, uint32_t key) {
-  Tensor t = empty(shape, dtype);
-  fill_uniform(t, -1, 1, {key, 0});
-  return t;
-}
-
 /// Times kernels and prints a line each.
 class Bench {
  public:
@@ -82,7 +76,19 @@ class Bench {
     // One run is to see that kernels work, maybe under a tool that makes them slow.
     constexpr int64_t kQuickWidth = 256;
     roofline_ = measure_roofline(options_.runs == 1 && !options_.asks ? kQuickWidth : 0);
+    if (!options_.asks) {
+      estimated_s_ = 0;
+      run_all();
+      const double seconds = *estimated_s_;
+      estimated_s_.reset();
+      say_estimate(seconds);
+    }
     print_head();
+    run_all();
+  }
+
+ private:
+  void run_all() {
     for (const DType dtype : {kF32, kBF16}) {
       dtype_ = dtype;
       matmuls();
@@ -97,7 +103,13 @@ class Bench {
     optimizers();
   }
 
- private:
+  /// Values of an operand; none while only times are added up.
+  Tensor random(const Shape& shape, DType dtype, uint32_t key) const {
+    Tensor t = empty(shape, dtype);
+    if (!estimated_s_) fill_uniform(t, -1, 1, {key, 0});
+    return t;
+  }
+
   void print_head() const {
     const std::string device = name_of(Context::current()->device());
     if (options_.as_json) {
@@ -144,6 +156,13 @@ class Bench {
   void report(const std::string& name, double flops, double nbytes,
               const std::function<void()>& submit) const {
     if (!is_wanted(name)) return;
+    if (estimated_s_) {  // at half of the roofline, and what goes before each run
+      constexpr double kFlushedNbytes = 64 << 20, kLeastMs = 0.05;
+      const double flush_ms = roofline_.floor_ms(0, kFlushedNbytes, dtype_);
+      const double run_ms = kLeastMs + 2 * roofline_.floor_ms(flops, nbytes, dtype_);
+      *estimated_s_ += (options_.runs + 2) * (run_ms + flush_ms) * 1e-3;
+      return;
+    }
     print_timing(name, flops, nbytes, time_on_stream(submit, options_.runs));
     while (const int runs = options_.asks ? runs_asked() : 0) {
       print_timing(name, flops, nbytes, time_on_stream(submit, runs, 0));
@@ -471,12 +490,14 @@ class Bench {
   const Options options_;
   Roofline roofline_;
   DType dtype_ = kF32;
+  mutable std::optional<double> estimated_s_;  // set: nothing is timed, times are added up
 };
 
 int run(int argc, char** argv) {
-  CLI::App app{
+  CommandLine app(
       "Times every kernel. Names are op/dtype/shape; times are the median, least and largest of "
-      "the runs."};
+      "the runs.",
+      "tessera-bench-kernels");
   Options options;
   std::string device = "auto", shapes;
   int threads = 0;
@@ -485,25 +506,22 @@ int run(int argc, char** argv) {
                  "gpt2, llama, large (for a GPU), tiny, odd (no multiples of anything); default: "
                  "gpt2 on cpu, large on cuda")
       ->check(CLI::IsMember({"gpt2", "llama", "large", "tiny", "odd"}));
-  app.add_option("--runs", options.runs, "runs of each kernel")->check(CLI::Range(1, 10000));
+  app.add_option("--runs", options.runs, "runs of each kernel")
+      ->check(in_range(1, std::optional(10000)));
   app.add_option("--device", device, "auto, cpu or cuda");
   app.add_option("--threads", threads, "CPU threads; 0: all allowed processors")
-      ->check(CLI::Range(0, 4096));
+      ->check(in_range(0, std::optional(4096)));
   app.add_option("--attention", options.attention,
                  "on cuda: own, cudnn, or auto: both where cuDNN is installed")
       ->check(CLI::IsMember({"auto", "own", "cudnn"}));
   app.add_option("--gemm", options.gemm,
                  "on cuda: own, cublaslt, or auto: both where cuBLASLt is installed")
       ->check(CLI::IsMember({"auto", "own", "cublaslt"}));
-  app.add_flag("--json", options.as_json, "one object a line instead of a table");
+  app.add_flag("--json", options.as_json, "one JSON object a line instead of a table");
   app.add_flag("--ask", options.asks,
                "after each timing read a line: `again RUNS` times the kernel once more, `next` "
                "goes on (for comparisons that take turns, as apps/compare/ops.py does)");
-  try {
-    app.parse(argc, argv);
-  } catch (const CLI::ParseError& error) {
-    return app.exit(error) == 0 ? 0 : 2;
-  }
+  if (const auto status = app.read(argc, argv)) return *status;
   ContextOptions context;
   context.device = device_from_name(device);
   context.num_threads = threads;

@@ -2,9 +2,9 @@
 
 #include <fmt/ranges.h>
 
-#include <CLI/CLI.hpp>
 #include <filesystem>
 
+#include "apps/command_line.h"
 #include "apps/options.h"
 #include "apps/run_dir.h"
 #include "apps/saved_model.h"
@@ -216,8 +216,8 @@ void reshard(const std::string& path, const std::string& target, int64_t num_ran
 }  // namespace
 
 int checkpoint_command(const std::vector<std::string>& arguments, std::FILE* out) {
-  CLI::App app("Looks at checkpoints, checks and converts them, without the training.",
-               "tessera-checkpoint");
+  CommandLine app("Looks at checkpoints, checks and converts them, without the training.",
+                  "tessera-checkpoint");
   app.require_subcommand(1);
   std::string dir, target;
   int64_t num_ranks = 1;
@@ -242,27 +242,18 @@ int checkpoint_command(const std::vector<std::string>& arguments, std::FILE* out
                    "hf: config.json and model.safetensors; tessera: config.toml, "
                    "model.safetensors (f32), tokenizer.json")
       ->check(CLI::IsMember({"hf", "tessera"}));
-  exports->add_option("--dtype", dtype, "hf: of the tensors")
+  exports->add_option("--dtype", dtype, "hf: dtype of the tensors")
       ->check(CLI::IsMember({"f32", "bf16", "f16"}));
   exports
       ->add_option("--max-file-bytes", export_options.hf.max_file_nbytes,
-                   "hf: beyond it, several files and an index")
-      ->check(CLI::Range(int64_t{1}, int64_t{1} << 50));
+                   "hf: largest file; beyond it several and an index")
+      ->check(in_range<int64_t>(1));
   CLI::App* reshards = add("reshard", "Writes the same checkpoint as another number of files.");
   reshards->add_option("OUT", target, "the directory for its step directory")->required();
   reshards->add_option("--ranks", num_ranks, "files to write")
       ->required()
-      ->check(CLI::Range(int64_t{1}, int64_t{1} << 20));
-  std::vector<std::string> reversed(arguments.rbegin(), arguments.rend());  // as CLI11 wants them
-  try {
-    app.parse(reversed);
-  } catch (const CLI::CallForHelp&) {
-    const auto parsed = app.get_subcommands();
-    fmt::print(out, "{}", parsed.empty() ? app.help() : parsed.front()->help());
-    return 0;
-  } catch (const CLI::ParseError& error) {
-    throw ConfigError(fmt::format("command line: {} (see --help)", error.what()));
-  }
+      ->check(in_range<int64_t>(1, 1 << 20));
+  if (const auto status = app.read(arguments, out)) return *status;
   if (inspects->parsed()) inspect(dir, out);
   if (verifies->parsed() && !verify(dir, out)) return CheckpointError("").exit_status();
   export_options.hf.dtype = dtype == "bf16" ? kBF16 : dtype == "f16" ? kF16 : kF32;

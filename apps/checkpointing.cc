@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <random>
 
+#include "apps/resume_keys.h"
 #include "apps/run_dir.h"
 #include "core/log.h"
 #include "core/runtime/allocator.h"
@@ -92,6 +93,7 @@ std::optional<dist::Progress> Checkpointing::start(const dist::TrainingState& st
     if (world_.rank() == 0) {
       print_(fmt::format("resumed from {} ({} ranks wrote it)", reader.dir(),
                          reader.manifest().world_size));
+      print_changes(reader);
     }
   } else if (from == "auto" && world_.rank() == 0) {
     const std::string before = describe_run(config_.output.dir, /*is_mine=*/true);
@@ -126,15 +128,28 @@ void Checkpointing::check_identity(const dist::CheckpointReader& reader,
   compare("training data", p.data_id, identity.data_id);
   try {
     const Config there = parse_config(p.config, reader.dir() + ": config");
-    compare("model.context", there.model.context, config_.model.context);
-    compare("data.separator", there.data.separator, config_.data.separator);
-    compare("data.restart_positions", there.data.restart_positions, config_.data.restart_positions);
+    for (std::string& change : compare_for_resume(there, config_, p.step).refused) {
+      changes.push_back(std::move(change));
+    }
   } catch (const ConfigError& error) {
     changes.push_back(fmt::format("its configuration cannot be read ({})", error.what()));
   }
   if (changes.empty()) return;
   throw ConfigError(fmt::format("{}: {}; expected the same, or --resume.override", reader.dir(),
                                 fmt::join(changes, "; ")));
+}
+
+/// Settings that are not the checkpoint's, which the run goes on with.
+void Checkpointing::print_changes(const dist::CheckpointReader& reader) const {
+  const dist::Progress& p = reader.manifest().progress;
+  try {
+    const Config there = parse_config(p.config, reader.dir() + ": config");
+    const ResumeChanges changes = compare_for_resume(there, config_, p.step);
+    for (const std::string& change : changes.refused) print_("resume, overridden: " + change);
+    for (const std::string& change : changes.told) print_("resume: " + change);
+  } catch (const ConfigError&) {  // overridden as well
+    print_("resume, overridden: the checkpoint's configuration cannot be read");
+  }
 }
 
 bool Checkpointing::is_due(int64_t step) const {

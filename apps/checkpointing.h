@@ -70,6 +70,7 @@ class Checkpointing {
  private:
   void report(const std::optional<dist::SaveResult>& result);
   void check_identity(const dist::CheckpointReader& reader, const RunIdentity& identity) const;
+  void print_changes(const dist::CheckpointReader& reader) const;
 
   const Config& config_;
   dist::World& world_;

@@ -1,10 +1,10 @@
-#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cerrno>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
 
+#include "apps/command_line.h"
 #include "apps/run_control.h"
 #include "apps/run_dir.h"
 #include "apps/trainer.h"
@@ -63,6 +63,10 @@ Config parse_arguments(const std::vector<std::string>& arguments) {
 }  // namespace
 
 int train_command(const std::vector<std::string>& arguments, dist::World& world) {
+  if (std::find(arguments.begin(), arguments.end(), "--version") != arguments.end()) {
+    if (world.rank() == 0) print(version_text("tessera-train"));
+    return 0;
+  }
   const auto help = std::find_if(arguments.begin(), arguments.end(),
                                  [](const std::string& a) { return a == "--help" || a == "-h"; });
   if (help != arguments.end()) {
@@ -92,35 +96,32 @@ int generate_command(const std::vector<std::string>& arguments, dist::World& wor
   options.num_tokens = 200;
   options.sampling.temperature = 0.8;
   int threads = 0;
-  CLI::App app("Continues a text with a model that tessera-train saved.", "tessera-generate");
+  CommandLine app("Continues a text with a model that tessera-train saved.", "tessera-generate");
   app.add_option("--checkpoint", checkpoint, "output.dir of the training run, or a checkpoint")
       ->required();
   app.add_option("--prompt", prompt, "text to continue");
-  app.add_option("--tokens", options.num_tokens, "tokens to generate")
-      ->check(CLI::Range(int64_t{0}, int64_t{1} << 40));
-  app.add_option("--temperature", options.sampling.temperature, "0: the likeliest token")
-      ->check(CLI::Range(0.0, 1e6));
-  app.add_option("--top-k", options.sampling.top_k, "of the k likeliest tokens; 0: of all")
-      ->check(CLI::Range(int64_t{0}, int64_t{1} << 40));
-  app.add_option("--top-p", options.sampling.top_p, "of the likeliest with this sum")
-      ->check(CLI::Range(1e-9, 1.0));
-  app.add_option("--seed", options.sampling.seed, "of the sampling");
+  app.add_option("--tokens", options.num_tokens, "tokens to generate")->check(in_range<int64_t>(0));
+  app.add_option("--temperature", options.sampling.temperature,
+                 "sampling temperature; 0: greedy, the likeliest token")
+      ->check(in_range(0.0, std::optional(1e6)));
+  app.add_option("--top-k", options.sampling.top_k,
+                 "top-k sampling: draws from the k likeliest tokens; 0: from all")
+      ->check(in_range<int64_t>(0));
+  app.add_option("--top-p", options.sampling.top_p,
+                 "nucleus sampling: draws from the likeliest tokens with this total probability")
+      ->check(in_range(1e-9, std::optional(1.0)));
+  app.add_option("--seed", options.sampling.seed, "seed of the sampling");
   app.add_option("--device", device, "auto, cpu or cuda");
   app.add_option("--threads", threads, "CPU threads; 0: all allowed processors")
-      ->check(CLI::Range(0, 4096));
-  std::vector<std::string> reversed(arguments.rbegin(), arguments.rend());  // as CLI11 wants them
-  try {
-    app.parse(reversed);
+      ->check(in_range(0, std::optional(4096)));
+  std::optional<int> status;
+  world.control().verdict([&] {
+    status = app.read(arguments, world.rank() == 0 ? stdout : nullptr);
     if (std::isnan(options.sampling.temperature) || std::isnan(options.sampling.top_p)) {
-      throw CLI::ValidationError("--temperature, --top-p", "nan is not a number");
+      throw ConfigError("command line: --temperature, --top-p: nan is not a number (see --help)");
     }
-  } catch (const CLI::CallForHelp&) {
-    if (world.rank() == 0) print(app.help());
-    return 0;
-  } catch (const CLI::ParseError& error) {
-    const ConfigError usage(fmt::format("command line: {} (see --help)", error.what()));
-    world.control().verdict(&usage);  // all ranks have the same arguments
-  }
+  });
+  if (status) return *status;
   std::shared_ptr<Context> context;
   world.control().verdict([&] {
     ContextOptions context_options;

@@ -17,6 +17,7 @@
 #include "core/runtime/allocator.h"
 #include "core/text.h"
 #include "kernels/attention/kernel.h"
+#include "kernels/reduce/reduce.h"
 
 namespace tessera::apps {
 namespace {
@@ -65,20 +66,6 @@ std::string quote(std::string_view text) {
     }
   }
   return out + '"';
-}
-
-std::string value_text(const Field& field) {
-  return std::visit(
-      [](const auto* value) -> std::string {
-        using T = std::remove_cvref_t<decltype(*value)>;
-        if constexpr (std::is_same_v<T, std::string>)
-          return quote(*value);
-        else if constexpr (std::is_same_v<T, double>)
-          return number_text(*value);
-        else
-          return fmt::format("{}", *value);
-      },
-      field.value);
 }
 
 bool is_integer(const Field& field) {
@@ -441,6 +428,11 @@ void check_schedule(const Config& config) {
     fail_at(config, "optim.final_lr", "optim.final_lr = {}, expected at most optim.lr = {}",
             o.final_lr, o.lr);
   }
+  if (o.clip_p > kMaxNormPower && !std::isinf(o.clip_p)) {
+    fail_at(config, "optim.clip_p",
+            "optim.clip_p = {}, expected at most {}, whose powers f64 can hold, or inf", o.clip_p,
+            kMaxNormPower);
+  }
   const TrainConfig& t = config.train;
   if (t.global_batch % t.micro_batch != 0) {
     fail_at(config, "train.global_batch",
@@ -572,6 +564,20 @@ constexpr std::pair<std::string_view, std::string_view> kOtherNames[] = {
 };
 
 }  // namespace
+
+std::string value_text(const Field& field) {
+  return std::visit(
+      [](const auto* value) -> std::string {
+        using T = std::remove_cvref_t<decltype(*value)>;
+        if constexpr (std::is_same_v<T, std::string>)
+          return quote(*value);
+        else if constexpr (std::is_same_v<T, double>)
+          return number_text(*value);
+        else
+          return fmt::format("{}", *value);
+      },
+      field.value);
+}
 
 const std::string& Config::origin(std::string_view key) const {
   static const std::string kDefault = "default";
@@ -722,6 +728,11 @@ std::vector<Field> config_fields(Config& c) {
        fraction,
        {},
        "fraction of the data kept back for validation"},
+      {"data.val_split",
+       &c.data.val_split,
+       any,
+       {"tail", "interleave"},
+       "validation data: the end of the data, or the end of each of many pieces of it"},
       {"data.separator",
        &c.data.separator,
        {-1, 2147483647},
@@ -859,7 +870,7 @@ std::vector<Field> config_fields(Config& c) {
        "gradient clipping: largest norm of all gradients; 0: no clipping"},
       {"optim.clip_p",
        &c.optim.clip_p,
-       {0, kInfinity, true, false},
+       {1, kInfinity},
        {},
        "p of the p-norm of gradients for clipping and the log; inf: the largest magnitude"},
 
@@ -1260,7 +1271,7 @@ std::string config_help(std::string_view what) {
   for (const Field& field : fields) {
     if (!is_wanted(field)) continue;
     const std::string expected = expected_text(field);
-    out += fmt::format("  --{:<24} {}\n  {:<26} {}; default {}\n", field.key, field.doc, "",
+    out += fmt::format("  --{:<31} {}\n  {:<33} {}; default {}\n", field.key, field.doc, "",
                        expected, value_text(field));
   }
   return out;

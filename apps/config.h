@@ -31,6 +31,7 @@ struct ModelConfig {
 struct DataConfig {
   std::string text, tokens, val_tokens, tokenizer = "byte";
   double val_fraction = 0.1;
+  std::string val_split = "tail";
   int64_t separator = -1;
   bool restart_positions = false;
 };
@@ -146,6 +147,9 @@ struct Field {
   std::vector<std::string_view> choices;  ///< strings; empty: any
   std::string_view doc;
 };
+
+/// The value as TOML: "full_shard" in quotes, 2.0, true.
+std::string value_text(const Field& field);
 
 /// The table of all keys, in the order in which they are printed.
 std::vector<Field> config_fields(Config& config);

@@ -48,10 +48,58 @@ std::pair<Corpus, Corpus> split_corpus(const Corpus& corpus, int64_t num_tokens)
   return parts;
 }
 
+/// Where validation pieces come from all over the data: each piece of `corpus` gives its end. A
+/// piece is long enough for some windows of validation.
+std::pair<Corpus, Corpus> interleave_corpus(const Corpus& corpus, double val_fraction,
+                                            int64_t context) {
+  constexpr int64_t kMaxPieces = 64, kWindows = 8;
+  std::pair<Corpus, Corpus> parts;
+  for (const TokenArray& shard : corpus.shards) {
+    const int64_t numel = shard.num_tokens();
+    const auto val_numel = static_cast<int64_t>(static_cast<double>(numel) * val_fraction);
+    const int64_t pieces =
+        std::clamp<int64_t>(val_numel / (kWindows * (context + 1)), 1, kMaxPieces);
+    for (int64_t i = 0; i < pieces; ++i) {
+      const int64_t begin = numel * i / pieces, end = numel * (i + 1) / pieces;
+      const int64_t kept = end - begin - val_numel / pieces;
+      if (kept > 0) parts.first.shards.push_back(shard.slice(begin, kept));
+      if (begin + kept < end) {
+        parts.second.shards.push_back(shard.slice(begin + kept, end - begin - kept));
+      }
+    }
+  }
+  return parts;
+}
+
+/// What is no text but often taken for one; empty if nothing is known about it.
+std::string_view compressed_format(std::string_view bytes) {
+  const auto begins = [&](std::string_view magic) { return bytes.starts_with(magic); };
+  if (begins("\x1f\x8b")) return "a gzip file";
+  if (begins("PK\x03\x04")) return "a zip archive";
+  if (begins("\xfd"
+             "7zXZ"))
+    return "an xz file";
+  if (begins("BZh")) return "a bzip2 file";
+  if (begins("\x28\xb5\x2f\xfd")) return "a zstd file";
+  if (begins("PAR1")) return "a Parquet file";
+  if (begins("%PDF-")) return "a PDF file";
+  return "";
+}
+
 TokenArray load_text(const Config& config, std::shared_ptr<Tokenizer>& tokenizer) {
   const auto file = std::make_shared<MappedFile>(config.data.text);
   if (file->nbytes() == 0) {
     throw InputError(fmt::format("{}: 0 bytes, expected a text to train on", config.data.text));
+  }
+  if (const auto format = compressed_format(file->text()); !format.empty()) {
+    throw InputError(fmt::format("{}: it looks like {}, expected a text (unpack it first)",
+                                 config.data.text, format));
+  }
+  if (!config.model.from.empty()) {  // a model of ours: its ids mean what its tokenizer says
+    tokenizer = load_tokenizer(config.model.from + "/tokenizer.json");
+    if (tokenizer->name() != "byte") {
+      return TokenArray(tokenizer->encode(file->text()), config.data.text);
+    }
   }
   if (config.data.tokenizer == "byte") {
     tokenizer = make_byte_tokenizer();
@@ -231,6 +279,23 @@ int64_t Corpus::num_tokens() const {
   return total;
 }
 
+std::string short_shards(const Corpus& corpus, int64_t context) {
+  constexpr size_t kMostNames = 5;
+  std::vector<std::string> names;
+  for (const TokenArray& shard : corpus.shards) {
+    if (shard.num_tokens() < context + 1) names.push_back(shard.name());
+  }
+  if (names.empty()) return "";
+  const size_t num_more = names.size() - std::min(names.size(), kMostNames);
+  std::string text = fmt::format(
+      "data: {} of {} shards have fewer than model.context + 1 = {} tokens and are not trained "
+      "on: ",
+      names.size(), corpus.shards.size(), context + 1);
+  names.resize(names.size() - num_more);
+  text += fmt::format("{}", fmt::join(names, ", "));
+  return num_more == 0 ? text : text + fmt::format(" and {} more", num_more);
+}
+
 Data load_data(const Config& config) {
   Data data;
   Corpus all;
@@ -247,7 +312,10 @@ Data load_data(const Config& config) {
   } else {
     const int64_t num_tokens = all.num_tokens();
     const double kept = static_cast<double>(num_tokens) * (1 - config.data.val_fraction);
-    std::tie(data.train, data.val) = split_corpus(all, static_cast<int64_t>(kept));
+    std::tie(data.train, data.val) =
+        config.data.val_split == "tail"
+            ? split_corpus(all, static_cast<int64_t>(kept))
+            : interleave_corpus(all, config.data.val_fraction, config.model.context);
   }
   const int64_t own = data.tokenizer == nullptr ? 0 : data.tokenizer->vocab_size();
   data.vocab_size = config.model.vocab == 0 ? own : config.model.vocab;

@@ -52,6 +52,10 @@ struct Corpus {
   int64_t num_tokens() const;
 };
 
+/// "data: 2 of 3 shards have fewer than model.context + 1 = 65 tokens and are not trained on:
+/// a.bin, b.bin"; empty without any.
+std::string short_shards(const Corpus& corpus, int64_t context);
+
 struct Data {
   Corpus train, val;                     ///< val is empty for val_fraction = 0
   std::vector<TokenArray> files;         ///< token shards as they are on the disk; none for a text
@@ -60,8 +64,9 @@ struct Data {
 };
 
 /// What the configuration names, split: of a text the last val_fraction of its characters (bytes
-/// for the byte tokenizer), of shards data.val_tokens or the last part of the last ones.
-/// InputError for missing or empty files, ConfigError for a vocabulary that is too small.
+/// for the byte tokenizer), of shards data.val_tokens or the last part of the last ones; with
+/// data.val_split = interleave the ends of up to 64 pieces of each. InputError for missing or empty
+/// files, ConfigError for a vocabulary that is too small.
 Data load_data(const Config& config);
 
 /// A bijection of [0, count) drawn by the key, without a table: a Feistel network on the next even

@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <sys/ioctl.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -11,6 +12,7 @@
 #include <cstring>
 #include <fstream>
 #include <nlohmann/json.hpp>
+#include <numeric>
 
 #include "core/check.h"
 #include "core/files.h"
@@ -32,6 +34,16 @@ std::string duration_text(double seconds) {
   return fmt::format("{}:{:02}", total / 60, total % 60);
 }
 
+constexpr int kMostBarColumns = 78;
+
+bool is_under_mpirun() {
+  return std::getenv("OMPI_COMM_WORLD_SIZE") != nullptr;
+}
+
+std::string launcher_output() {
+  return fmt::format("/proc/{}/fd/1", ::getppid());
+}
+
 /// The lines of steps up to `step`, in order. A run that was killed may have half a line at the
 /// end.
 std::string lines_up_to(const std::string& path, int64_t step) {
@@ -46,6 +58,33 @@ std::string lines_up_to(const std::string& path, int64_t step) {
 }
 
 }  // namespace
+
+void StepRate::restart(TimePoint now) {
+  ends_ = {now};
+  exposed_ms_.clear();
+}
+
+void StepRate::add(TimePoint now, std::optional<double> exposed_ms) {
+  constexpr size_t kNumSteps = 16;
+  ends_.push_back(now);
+  if (ends_.size() > kNumSteps + 1) ends_.pop_front();
+  if (!exposed_ms) return;
+  exposed_ms_.push_back(*exposed_ms);
+  if (exposed_ms_.size() > kNumSteps) exposed_ms_.pop_front();
+}
+
+double StepRate::step_ms() const {
+  if (ends_.size() < 2) return 0;
+  const std::chrono::duration<double, std::milli> total = ends_.back() - ends_.front();
+  return total.count() / static_cast<double>(ends_.size() - 1);
+}
+
+std::optional<double> StepRate::exposed() const {
+  if (exposed_ms_.empty()) return std::nullopt;
+  const double waited = std::accumulate(exposed_ms_.begin(), exposed_ms_.end(), 0.0);
+  const double total = step_ms() * static_cast<double>(ends_.size() - 1);
+  return std::min(1.0, waited / std::max(total, 1e-6));
+}
 
 std::string to_json(const StepMetrics& m) {
   nlohmann::ordered_json object = {{"step", m.step},
@@ -76,10 +115,7 @@ std::string to_line(const StepMetrics& m, int64_t num_steps) {
       total.size(), total, m.loss, m.grad_norm, m.lr, rate_text(m.tokens_per_second),
       static_cast<double>(m.peak_bytes) / (1 << 30));
   if (m.mfu) line += fmt::format("  mfu {:.1f}%", *m.mfu * 100);
-  if (m.exposed_gather_ms && m.exposed_reduce_ms && m.step_ms > 0) {
-    const double exposed_ms = *m.exposed_gather_ms + *m.exposed_reduce_ms;
-    line += fmt::format("  exposed {:.1f}%", exposed_ms / m.step_ms * 100);
-  }
+  if (m.exposed) line += fmt::format("  exposed {:.1f}%", *m.exposed * 100);
   if (m.loss_scale) line += fmt::format("  loss_scale {:g}", *m.loss_scale);
   if (m.skipped.value_or(0) > 0) line += fmt::format("  skipped {}", *m.skipped);
   if (m.val_loss) line += fmt::format("  val_loss {:.4f}", *m.val_loss);
@@ -89,9 +125,13 @@ std::string to_line(const StepMetrics& m, int64_t num_steps) {
 std::string progress_bar(const StepMetrics& m, int64_t num_steps, double seconds_left, int width) {
   const double done =
       static_cast<double>(m.step) / static_cast<double>(std::max<int64_t>(num_steps, 1));
-  const std::string text =
-      fmt::format("] {:3.0f}%  step {}/{}  loss {:.4f}  {} left", std::floor(done * 100), m.step,
-                  num_steps, m.loss, duration_text(seconds_left));
+  const std::string step =
+      fmt::format("] {:3.0f}%  step {}/{}", std::floor(done * 100), m.step, num_steps);
+  const std::string left = fmt::format("  {} left", duration_text(seconds_left));
+  const auto fits = [&](const std::string& t) { return static_cast<int>(t.size()) < width; };
+  std::string text = step + fmt::format("  loss {:.4f}", m.loss) + left;
+  if (!fits(text)) text = step + left;
+  if (!fits(text)) text = step;
   const int length = std::clamp(width - 1 - static_cast<int>(text.size()), 0, 40);
   const int filled = static_cast<int>(done * length);
   std::string bar(static_cast<size_t>(filled), '=');
@@ -100,12 +140,33 @@ std::string progress_bar(const StepMetrics& m, int64_t num_steps, double seconds
   return ("[" + bar + text).substr(0, static_cast<size_t>(std::max(width, 0)));
 }
 
+int terminal_width() {
+  const auto columns_of = [](int fd) {
+    ::winsize size{};
+    return ::ioctl(fd, TIOCGWINSZ, &size) == 0 ? static_cast<int>(size.ws_col) : 0;
+  };
+  int columns = 0;
+  if (is_under_mpirun()) {  // each rank's own terminal is one that mpirun made
+    const int fd = ::open(launcher_output().c_str(), O_RDONLY | O_NOCTTY | O_NONBLOCK | O_CLOEXEC);
+    if (fd >= 0) {
+      columns = columns_of(fd);
+      ::close(fd);
+    }
+  } else {
+    columns = columns_of(STDOUT_FILENO);
+  }
+  if (columns <= 0) {
+    const char* const text = std::getenv("COLUMNS");
+    columns = text == nullptr ? 0 : std::atoi(text);
+  }
+  return columns > 0 ? columns : 80;
+}
+
 bool prints_to_terminal() {
-  if (std::getenv("OMPI_COMM_WORLD_SIZE") == nullptr) return ::isatty(STDOUT_FILENO) == 1;
+  if (!is_under_mpirun()) return ::isatty(STDOUT_FILENO) == 1;
   // Open MPI gives each rank a pseudo-terminal, wherever mpirun's own output goes.
   char target[256];
-  const std::string link = fmt::format("/proc/{}/fd/1", ::getppid());
-  const ssize_t length = ::readlink(link.c_str(), target, sizeof(target));
+  const ssize_t length = ::readlink(launcher_output().c_str(), target, sizeof(target));
   if (length <= 0) return false;
   const std::string_view path(target, static_cast<size_t>(length));
   return path.starts_with("/dev/pts/") || path.starts_with("/dev/tty");
@@ -169,9 +230,9 @@ void MetricsLog::add(const StepMetrics& m) {
   const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start_;
   const double per_step = elapsed.count() / static_cast<double>(m.step - first_step_ + 1);
   const double left = per_step * static_cast<double>(options_.num_steps - m.step);
-  constexpr int kWidth = 78;
-  std::fputs(("\r\033[K" + progress_bar(m, options_.num_steps, left, kWidth)).c_str(),
-             options_.out);
+  // Its last column stays free, where some terminals wrap.
+  const int width = std::min(terminal_width() - 1, kMostBarColumns);
+  std::fputs(("\r\033[K" + progress_bar(m, options_.num_steps, left, width)).c_str(), options_.out);
   std::fflush(options_.out);
   bar_is_shown_ = true;
 }

@@ -3,6 +3,7 @@
 #include <chrono>
 #include <cstdint>
 #include <cstdio>
+#include <deque>
 #include <memory>
 #include <optional>
 #include <string>
@@ -28,6 +29,7 @@ struct StepMetrics {
   std::optional<int64_t> skipped;    ///< steps that changed nothing so far, where they may
   /// How long compute waited for gathers and reduces in this step, milliseconds of this rank.
   std::optional<double> exposed_gather_ms, exposed_reduce_ms;
+  std::optional<double> exposed;  ///< the share of step_ms that this is, over the same steps
   struct ExposedUnit {
     std::string unit;
     double gather_ms = 0, reduce_ms = 0;
@@ -36,14 +38,37 @@ struct StepMetrics {
   std::optional<double> val_loss;
 };
 
+/// Speed and waits over the last steps, since the host sees steps end in bursts. What happens
+/// between steps (an evaluation) is left out by `restart` after it.
+class StepRate {
+ public:
+  using TimePoint = std::chrono::steady_clock::time_point;
+
+  void restart(TimePoint now);
+  /// A step has ended, during which compute waited for `exposed_ms`.
+  void add(TimePoint now, std::optional<double> exposed_ms);
+  double step_ms() const;
+  /// The share of the time that compute waited, in [0, 1]; nothing without waits that are measured.
+  std::optional<double> exposed() const;
+
+ private:
+  std::deque<TimePoint> ends_;     // of the start and of each step
+  std::deque<double> exposed_ms_;  // of the steps between them
+};
+
 /// One JSON object, without a line end. Numbers have the fewest digits that read back as the same
 /// double; what JSON has no number for (NaN, infinity) is null.
 std::string to_json(const StepMetrics& metrics);
 /// "step   100/2000  loss 2.4531  grad_norm 0.812  lr 1.00e-03  12.3k tok/s  peak 0.12 GiB".
 std::string to_line(const StepMetrics& metrics, int64_t num_steps);
-/// "[=====>    ]  50%  step 100/200  loss 2.4531  0:42 left", `width` characters at most.
+/// "[=====>    ]  50%  step 100/200  loss 2.4531  0:42 left", `width` characters at most: on a
+/// narrow terminal without the loss, then without the time.
 std::string progress_bar(const StepMetrics& metrics, int64_t num_steps, double seconds_left,
                          int width);
+
+/// Columns of the terminal that the output ends up on (of mpirun's under Open MPI), else of the
+/// environment's COLUMNS, else 80.
+int terminal_width();
 
 /// Whether what this process prints ends up on a terminal. Under a launcher that passes output on,
 /// the launcher's own output decides.

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <map>
 
+#include "apps/tokenizer.h"
 #include "core/files.h"
 #include "dist/checkpoint/hf_config.h"
 
@@ -55,6 +56,28 @@ std::string text_of(const Field& field) {
   return std::visit([](const auto* value) { return fmt::format("{}", *value); }, field.value);
 }
 
+/// A text becomes ids by the model's own tokenizer, if that is the byte or the char one.
+void check_text(Config& config) {
+  if (config.data.text.empty()) return;
+  const std::string path = config.model.from + "/tokenizer.json";
+  std::string tokenizer;
+  try {
+    tokenizer = load_tokenizer(path)->name();
+  } catch (const InputError&) {
+    throw ConfigError(fmt::format(
+        "{}: data.text with model.from = {}, which has no tokenizer.json of the byte or "
+        "char tokenizer: a text would become other ids than the model knows; expected "
+        "data.tokens, shards of ids of the model's own tokenizer",
+        config.origin("data.text"), config.model.from));
+  }
+  if (config.is_given("data.tokenizer") && config.data.tokenizer != tokenizer) {
+    throw ConfigError(fmt::format("{}: data.tokenizer = {}, expected {} of {}",
+                                  config.origin("data.tokenizer"), config.data.tokenizer, tokenizer,
+                                  path));
+  }
+  config.data.tokenizer = tokenizer;
+}
+
 }  // namespace
 
 void take_model_from(Config& config) {
@@ -89,6 +112,7 @@ void take_model_from(Config& config) {
     config.origins.try_emplace(std::string(field.key), file.path());
   }
   config.model = taken.model;
+  check_text(config);
 }
 
 }  // namespace tessera::apps

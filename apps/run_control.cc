@@ -77,6 +77,19 @@ void forget_preemption() {
   preemption_requested = false;
 }
 
+std::string nonfinite_advice(const Config& config, double lr) {
+  const OptimConfig& o = config.optim;
+  std::string text = fmt::format(
+      "more often than the data the cause is: a learning rate that is too high ({:g} in this step; "
+      "lower optim.lr = {:g} or raise optim.warmup_steps = {})",
+      lr, o.lr, o.warmup_steps);
+  if (o.clip == 0) text += ", gradients without a limit (set optim.clip = 1)";
+  if (config.precision.param_dtype == "f16") {
+    text += ", the range of f16 (set precision.param_dtype = bf16)";
+  }
+  return text;
+}
+
 RunControl::RunControl(const TrainConfig& config, dist::World& world)
     : world_(world),
       start_(std::chrono::steady_clock::now()),

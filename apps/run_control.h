@@ -39,6 +39,10 @@ void request_preemption();
 bool is_preemption_requested();
 void forget_preemption();
 
+/// What most often makes a loss or gradient norm non-finite under this configuration, and what to
+/// change; `lr` is that of the step.
+std::string nonfinite_advice(const Config& config, double lr);
+
 /// Host decisions at the end of each step: one exchange of a few bytes, which carries the news of
 /// the checkpoint writer as well.
 class RunControl {

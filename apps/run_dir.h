@@ -79,7 +79,8 @@ class RunLock {
 std::string run_dir_of(const std::string& path);
 
 /// "finished at step 20", "preempted at step 7", "failed at step 5: why", "is at step 12 (process 4
-/// on host)", "died at step 12 (process 4 on host)". Empty if there is no run in `dir`. Who holds it
+/// on host)", "died at step 12 (process 4 on host)". Empty if there is no run in `dir`. Who holds
+/// it
 /// (`is_mine`) asks for the run before.
 std::string describe_run(const std::string& dir, bool is_mine = false);
 

@@ -6,12 +6,12 @@
 #include <atomic>
 #include <chrono>
 #include <cmath>
-#include <deque>
 #include <limits>
 #include <mutex>
 #include <thread>
 
 #include "apps/checkpointing.h"
+#include "apps/config_effects.h"
 #include "apps/loss.h"
 #include "apps/metrics.h"
 #include "apps/options.h"
@@ -48,6 +48,11 @@ struct PendingStep {
   std::optional<double> spike;  // standard deviations; nothing was applied
   Event done;
 };
+
+/// NaN without its sign, which means nothing.
+std::string number_text(double value) {
+  return std::isnan(value) ? "nan" : fmt::format("{}", value);
+}
 
 /// `status.json` of a run in progress, from the thread that trains and from the one that ends the
 /// process. Nothing is written before the directory is the run's.
@@ -156,7 +161,7 @@ class Trainer {
   double last_lr_ = 0;
   std::optional<double> val_loss_, best_val_loss_;  // of the state now; of all
   bool is_tracing_ = false;
-  std::deque<Clock::time_point> step_ends_;  // since the start or the last evaluation
+  StepRate rate_;  // since the start or the last evaluation
 };
 
 /// By the seed, or the values of `model.from`.
@@ -279,10 +284,25 @@ void Trainer::describe() {
   log_->print(fsdp_->summary());
   log_->print(fmt::format(
       "data: {} tokens to train on ({} samples), {} for validation; a step: {} samples = {} ranks "
-      "x "
-      "{} passes x {}, {} tokens",
+      "x {} passes x {}, {} tokens",
       data_.train.num_tokens(), samples_->num_samples(), data_.val.num_tokens(), samples_per_step_,
       world_.world_size(), grad_accum_steps_, config_.train.micro_batch, tokens_per_step_));
+  const DataConfig& d = config_.data;
+  if (d.val_tokens.empty() && d.val_fraction > 0 && d.val_split == "tail") {
+    log_->print(fmt::format(
+        "validation: the last {:g} % of the data, which may differ from the rest of it; "
+        "--data.val_split=interleave takes pieces from all over",
+        d.val_fraction * 100));
+  }
+  if (const std::string skipped = short_shards(data_.train, config_.model.context);
+      !skipped.empty()) {
+    log_warning("{}", skipped);
+  }
+  const bool is_cuda = Context::current()->device().type == DeviceType::kCuda;
+  if (const auto idle = keys_without_effect(config_, is_cuda); !idle.empty()) {
+    log_warning("{} without effect: {}", idle.size() == 1 ? "a key" : "keys",
+                fmt::join(idle, "; "));
+  }
 }
 
 PendingStep Trainer::submit_step(int64_t step) {
@@ -351,14 +371,12 @@ StepMetrics Trainer::finish_step(const PendingStep& pending) {
                                  static_cast<double>(e.time.reduce_ns) * 1e-6});
     }
   }
-  // The host sees steps end in bursts, so the rate is that of the last few.
-  constexpr size_t kNumRateSteps = 16;
-  step_ends_.push_back(Clock::now());
-  if (step_ends_.size() > kNumRateSteps + 1) step_ends_.pop_front();
-  const std::chrono::duration<double> seconds = step_ends_.back() - step_ends_.front();
-  const double per_step = seconds.count() / static_cast<double>(step_ends_.size() - 1);
-  m.step_ms = per_step * 1e3;
-  m.tokens_per_second = static_cast<double>(tokens_per_step_) / std::max(per_step, 1e-9);
+  const bool has_waits = m.exposed_gather_ms.has_value();
+  rate_.add(Clock::now(),
+            has_waits ? std::optional(*m.exposed_gather_ms + *m.exposed_reduce_ms) : std::nullopt);
+  m.step_ms = rate_.step_ms();
+  m.exposed = rate_.exposed();
+  m.tokens_per_second = static_cast<double>(tokens_per_step_) / std::max(m.step_ms * 1e-3, 1e-9);
   m.peak_bytes = Context::current()->allocator()->stats().peak_allocated;
   if (config_.output.peak_tflops > 0) {
     m.mfu = m.tokens_per_second * model_->flops_per_token(config_.model.context) /
@@ -390,8 +408,9 @@ bool Trainer::accept_step(const PendingStep& pending, const StepMetrics& m) {
   if (!is_finite) {
     what = fmt::format(
         "step {}: loss {}, gradient norm {}, expected finite numbers; nothing of this step was "
-        "applied; {}",
-        m.step, m.loss, pending.grad_norm.item(), find_batches(pending, false));
+        "applied; {}; {}",
+        m.step, number_text(m.loss), number_text(pending.grad_norm.item()),
+        find_batches(pending, false), nonfinite_advice(config_, pending.lr));
     if (++skips_in_a_row_ > config_.guard.max_skips) stop(pending, what);
   } else {
     what = fmt::format(
@@ -510,7 +529,9 @@ void Trainer::finish(bool evaluates, bool is_end) {
       log(m);
       throw;
     }
-    step_ends_ = {Clock::now()};
+    // Rates and waits of the next steps are theirs alone.
+    if (world_.world_size() > 1) fsdp_->exposed_times();
+    rate_.restart(Clock::now());
   }
   val_loss_ = m.val_loss;
   is_best_ = val_loss_ && !(best_val_loss_ && *best_val_loss_ <= *val_loss_);
@@ -538,7 +559,7 @@ void Trainer::log(const StepMetrics& m) {
 TrainResult Trainer::run() {
   const int64_t num_steps = config_.train.steps, eval_every = config_.train.eval_every;
   RunControl control(config_.train, world_);
-  step_ends_ = {Clock::now()};
+  rate_.restart(Clock::now());
   result_.steps = step_;
   while (step_ < num_steps) {
     if (guard_.rewinds() && step_ % config_.guard.snapshot_every == 0) take_snapshot();

@@ -163,6 +163,10 @@ TEST_CASE("config: what is wrong is named with key, place and what is allowed", 
       {"",
        {"--train.step=3"},
        "command line: unknown key train.step, expected a known one (nearest: train.steps)"},
+      {"[optim]\nclip_p = 1000",
+       {kText},
+       "f.toml:2: optim.clip_p = 1000, expected at most 16, whose powers f64 can hold, or inf"},
+      {"[optim]\nclip_p = 0.5", {kText}, "f.toml:2: optim.clip_p = 0.5, expected a number >= 1"},
       {"[model]\nmax_positions = 8\ncontext = 16",
        {kText},
        "f.toml:2: model.max_positions = 8, expected 0 or at least model.context = 16"},
@@ -247,7 +251,8 @@ TEST_CASE("config: the dump reads back as the same values, whatever they are", "
     if (auto* const* integer = std::get_if<int64_t*>(&field.value)) {
       **integer += static_cast<double>(**integer) < field.range.high ? 1 : -1;
     }
-    if (auto* const* number = std::get_if<double*>(&field.value)) **number = **number / 3 + 0.1;
+    if (auto* const* number = std::get_if<double*>(&field.value))
+      **number = std::max(**number / 3 + 0.1, field.range.low);
     if (auto* const* text = std::get_if<std::string*>(&field.value)) {
       **text =
           field.choices.empty() ? "a\"b\\c\n\t\x01 \xc3\xa9" : std::string(field.choices.back());

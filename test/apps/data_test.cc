@@ -228,6 +228,64 @@ TEST_CASE("data: a text is split at the end, by bytes or by characters", "[data]
         "default: model.vocab = 9, expected at least the tokenizer's 10");
 }
 
+TEST_CASE("data: interleaved validation comes from all over the data", "[data]") {
+  const testing::TempDir dir;
+  std::string text;
+  for (int i = 0; i < 40000; ++i) text += static_cast<char>('a' + i / 10000);  // four documents
+  Config config;
+  config.data.text = dir.write("text", text);
+  config.model.context = 16;
+  const auto chars_of = [](const Corpus& corpus) {
+    std::set<int64_t> seen;
+    for (const TokenArray& shard : corpus.shards) {
+      for (int64_t i = 0; i < shard.num_tokens(); ++i) seen.insert(shard[i]);
+    }
+    return seen.size();
+  };
+  const Data tail = load_data(config);
+  CHECK(chars_of(tail.val) == 1);
+  config.data.val_split = "interleave";
+  const Data data = load_data(config);
+  CHECK(chars_of(data.val) == 4);
+  CHECK(chars_of(data.train) == 4);
+  CHECK(data.train.num_tokens() + data.val.num_tokens() == 40000);
+  CHECK(std::abs(data.val.num_tokens() - 4000) <= 64);
+  for (const TokenArray& shard : data.val.shards) CHECK(shard.num_tokens() > 4 * 17);
+  // A short text is one piece.
+  config.data.text = dir.write("short", text.substr(0, 100));
+  CHECK(load_data(config).val.num_tokens() == 10);
+}
+
+TEST_CASE("data: shards that are too short are named with their number", "[data]") {
+  const auto shard = [](int64_t numel, const char* name) {
+    return TokenArray(std::vector<int32_t>(static_cast<size_t>(numel), 1), name);
+  };
+  Corpus corpus;
+  corpus.shards = {shard(17, "a.bin"), shard(16, "b.bin"), shard(3, "c.bin")};
+  CHECK(short_shards(corpus, 16) ==
+        "data: 2 of 3 shards have fewer than model.context + 1 = 17 tokens and are not trained on: "
+        "b.bin, c.bin");
+  CHECK(short_shards(corpus, 2).empty());
+  for (int i = 0; i < 6; ++i) corpus.shards.push_back(shard(1, "d.bin"));
+  CHECK(short_shards(corpus, 16).ends_with("b.bin, c.bin, d.bin, d.bin, d.bin and 3 more"));
+}
+
+TEST_CASE("data: a compressed file is no text", "[data]") {
+  const testing::TempDir dir;
+  for (const auto& [magic, what] :
+       std::vector<std::pair<std::string, std::string>>{{"\x1f\x8b", "a gzip file"},
+                                                        {"PK\x03\x04", "a zip archive"},
+                                                        {"BZh9", "a bzip2 file"},
+                                                        {"\x28\xb5\x2f\xfd", "a zstd file"},
+                                                        {"PAR1", "a Parquet file"},
+                                                        {"%PDF-1.7", "a PDF file"}}) {
+    Config config;
+    config.data.text = dir.write("text", magic + std::string(100, 'x'));
+    CHECK(testing::error_of([&] { load_data(config); }) ==
+          config.data.text + ": it looks like " + what + ", expected a text (unpack it first)");
+  }
+}
+
 TEST_CASE("data: missing, empty and unreadable texts are named", "[data]") {
   const testing::TempDir dir;
   CHECK(error_of([&] { load_data(text_config(dir / "none")); }) ==

@@ -11,7 +11,7 @@ trap 'rm -rf "$dir"' EXIT
 failures=0
 
 expect() {  # status, text, command ...
-  local status=$1 text=$2 output actual
+  local status=$1 text=$2 actual
   shift 2
   output=$("${launch[@]}" "$@" 2>&1)
   actual=$?
@@ -95,6 +95,10 @@ for file in "$root"/configs/*.toml; do
   grep -q '^vocab' "$file" && small+=(--model.vocab=300)
   expect 0 "step 2/2" "$train" "$file" "${data[@]}" "${common[@]}" "${small[@]}" \
     --train.eval_every=0 --optim.warmup_steps=1 --sample.tokens=3
+  if grep "without effect" <<<"$output"; then
+    echo "$file: keys that do nothing"
+    failures=$((failures + 1))
+  fi
   head -2 "$file" | grep -vq '^# ' && { echo "$file: no two lines of comment"; failures=$((failures + 1)); }
 done
 # The presets of FSDP on two ranks, with sizes that a test has time for.

@@ -1,6 +1,7 @@
 #include "apps/metrics.h"
 
 #include <sys/resource.h>
+#include <unistd.h>
 
 #include <csignal>
 #include <limits>
@@ -86,10 +87,39 @@ TEST_CASE("metrics: the printed line", "[metrics]") {
   m.skipped = 3;
   CHECK(to_line(m, 100).ends_with("peak 0.12 GiB  loss_scale 32768  skipped 3"));
   m = example();
-  m.step_ms = 200;
-  m.exposed_gather_ms = 4;
-  m.exposed_reduce_ms = 2;
+  m.exposed = 0.03;
   CHECK(to_line(m, 100).ends_with("peak 0.12 GiB  exposed 3.0%"));
+}
+
+TEST_CASE("metrics: rate and exposed time average over the same steps", "[metrics]") {
+  const StepRate::TimePoint start{};
+  const auto at = [&](int ms) { return start + std::chrono::milliseconds(ms); };
+  StepRate rate;
+  rate.restart(at(0));
+  rate.add(at(10), 1.0);
+  CHECK(rate.step_ms() == 10);
+  CHECK(*rate.exposed() == Approx(0.1));
+  // Two steps that the host sees at once: 25 ms of the last one's wait are not 250 % of a step.
+  rate.add(at(50), 2.0);
+  rate.add(at(50), 25.0);
+  CHECK(rate.step_ms() == Approx(50.0 / 3));
+  CHECK(*rate.exposed() == Approx(28.0 / 50));
+  // What came before a restart does not count.
+  rate.restart(at(1000));
+  rate.add(at(1010), 3.0);
+  CHECK(rate.step_ms() == 10);
+  CHECK(*rate.exposed() == Approx(0.3));
+  rate.add(at(1011), 100.0);
+  CHECK(*rate.exposed() == 1.0);
+  // The last 16 steps.
+  rate.restart(at(0));
+  for (int i = 1; i <= 40; ++i) rate.add(at(i <= 24 ? i : 24 + 2 * (i - 24)), i <= 24 ? 1.0 : 0.5);
+  CHECK(rate.step_ms() == 2);
+  CHECK(*rate.exposed() == Approx(0.25));
+  StepRate alone;
+  alone.restart(at(0));
+  alone.add(at(5), std::nullopt);
+  CHECK_FALSE(alone.exposed().has_value());
 }
 
 TEST_CASE("metrics: the progress bar keeps its width", "[metrics]") {
@@ -101,6 +131,21 @@ TEST_CASE("metrics: the progress bar keeps its width", "[metrics]") {
   for (int width = 0; width < 90; ++width) {
     CHECK(progress_bar(m, 200, 42, width).size() <= static_cast<size_t>(width));
   }
+  // Narrow: without the loss, then without the time.
+  CHECK(progress_bar(m, 200, 42, 44) == "[======>     ]  50%  step 100/200  0:42 left");
+  CHECK(progress_bar(m, 200, 42, 25) == "[==> ]  50%  step 100/200");
+}
+
+TEST_CASE("metrics: the terminal's width is that of COLUMNS where there is no terminal",
+          "[metrics]") {
+  if (::isatty(STDOUT_FILENO) == 1) return;  // then it is the terminal's
+  ::unsetenv("OMPI_COMM_WORLD_SIZE");
+  ::setenv("COLUMNS", "44", 1);
+  CHECK(terminal_width() == 44);
+  ::setenv("COLUMNS", "wide", 1);
+  CHECK(terminal_width() == 80);
+  ::unsetenv("COLUMNS");
+  CHECK(terminal_width() == 80);
 }
 
 TEST_CASE("metrics: the log has a JSON line a step and prints every n-th", "[metrics]") {

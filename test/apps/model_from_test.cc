@@ -1,6 +1,7 @@
 #include "apps/model_from.h"
 
 #include <filesystem>
+#include <fstream>
 #include <nlohmann/json.hpp>
 #include <sstream>
 
@@ -119,6 +120,36 @@ TEST_CASE("model_from: training at a shorter context keeps the model's own limit
       CHECK(saved.model->parameter("position.weight").tensor.shape() == Shape{24, 16});
     }
   }
+}
+
+TEST_CASE("model_from: a text needs the byte or char tokenizer of the model", "[model_from]") {
+  const TempDir dir;
+  const std::string model = dir / "model";
+  std::filesystem::copy(folder("gpt2"), model, std::filesystem::copy_options::recursive);
+  const auto load = [&](std::vector<std::string> extra) {
+    extra.push_back("--model.from=" + model);
+    extra.push_back("--data.text=" + dir.write("text", "abcabcbbcacbabcabcabbacbabc"));
+    return load_config("", extra);
+  };
+  const std::string refusal =
+      "command line: data.text with model.from = " + model +
+      ", which has no tokenizer.json of the byte or char tokenizer: a text would become other ids "
+      "than the model knows; expected data.tokens, shards of ids of the model's own tokenizer";
+  CHECK(error_of([&] { load({}); }) == refusal);
+  std::ofstream(model + "/tokenizer.json")
+      << "{\"version\": \"1.0\", \"model\": {\"type\": \"BPE\"}}";
+  CHECK(error_of([&] { load({}); }) == refusal);
+  // Ours: its ids, not those that the text alone would give.
+  std::ofstream(model + "/tokenizer.json")
+      << "{\"type\": \"char\", \"chars\": [\"x\", \"c\", \"b\", \"a\"]}";
+  const Config config = load({});
+  CHECK(config.data.tokenizer == "char");
+  const Data data = load_data(config);
+  CHECK(data.vocab_size == 40);
+  CHECK(data.train.shards[0][0] == 3);
+  CHECK(data.train.shards[0][2] == 1);
+  CHECK(error_of([&] { load({"--data.tokenizer=byte"}); }) ==
+        "command line: data.tokenizer = byte, expected char of " + model + "/tokenizer.json");
 }
 
 TEST_CASE("model_from: the learning rate of fine-tuning is 1e-5 unless it is given",

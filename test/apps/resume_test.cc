@@ -450,11 +450,15 @@ TEST_CASE("guard: F24: a loss that is not finite on one rank changes nothing and
     } catch (const NumericsError& error) {
       CHECK(error.exit_status() == 5);
       const int64_t first = 3 * 24 + 23;  // the last micro-batch of the step
-      CHECK_THAT(error.what(),
-                 Catch::StartsWith("step 4: loss nan, gradient norm nan, expected finite numbers; "
-                                   "nothing of this step was applied; samples 72 to 95; not "
-                                   "finite: ") &&
-                     Catch::EndsWith(fmt::format("rank {}, samples {} to {}", rank, first, first)));
+      CHECK_THAT(
+          error.what(),
+          Catch::StartsWith("step 4: loss nan, gradient norm nan, expected finite numbers; "
+                            "nothing of this step was applied; samples 72 to 95; not "
+                            "finite: ") &&
+              Catch::Contains(fmt::format("rank {}, samples {} to {}; ", rank, first, first)) &&
+              Catch::Contains("more often than the data the cause is: a learning rate that "
+                              "is too high (0.01 in this step; lower optim.lr = 0.01 or "
+                              "raise optim.warmup_steps = 2)"));
     }
     CHECK(saved_steps(dir / "out") == std::vector<int64_t>{3, 2, 1});
     // Skip: parameters and optimizer after step 4 are those after step 3, to the bit.

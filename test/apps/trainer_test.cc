@@ -191,6 +191,21 @@ TEST_CASE("trainer: precision and norm keys reach the sharding", "[trainer]") {
   CHECK(largest[0]["grad_norm"].get<double>() < 0.5 * f32[0]["grad_norm"].get<double>());
 }
 
+TEST_CASE("trainer: buffer_dtype rounds the ALiBi slopes of bloom", "[trainer]") {
+  const auto bloom = [](const char* heads, const char* dtype) {
+    return run(2, {"--model.kind=bloom", "--train.steps=3", std::string("--model.heads=") + heads,
+                   std::string("--precision.buffer_dtype=") + dtype});
+  };
+  // Slopes of 2 heads are powers of two, which any dtype holds; those of 12 are not.
+  for (const char* dtype : {"bf16", "f16"}) {
+    CAPTURE(dtype);
+    CHECK(bloom("2", dtype)[2]["loss"] == bloom("2", "same")[2]["loss"]);
+    const double rounded = bloom("12", dtype)[2]["loss"], exact = bloom("12", "same")[2]["loss"];
+    CHECK(rounded != exact);
+    CHECK(std::abs(rounded - exact) < 1e-3 * exact);
+  }
+}
+
 TEST_CASE("trainer: the keys of kernels choose who computes", "[trainer]") {
   run(1, {"--train.steps=2", "--kernels.attention=cudnn", "--kernels.gemm=cublaslt"});
   CHECK(attention_backend() == AttentionBackend::kCudnn);

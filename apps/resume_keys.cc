@@ -1,0 +1,65 @@
+#include "apps/resume_keys.h"
+
+#include <algorithm>
+
+#include "apps/options.h"
+
+namespace tessera::apps {
+
+ResumeKind resume_kind(std::string_view key) {
+  const auto is_in = [&](std::initializer_list<std::string_view> keys) {
+    return std::find(keys.begin(), keys.end(), key) != keys.end();
+  };
+  if (is_in({"model.from", "model.bos_ids", "model.eos_ids", "model.pad_ids",
+             "model.max_positions"})) {
+    return ResumeKind::kFree;  // nothing is computed with them; position rows have a shape
+  }
+  if (is_in({"model.dropout", "train.steps"})) return ResumeKind::kSchedule;
+  if (is_in({"optim.name", "data.separator", "data.restart_positions"}) ||
+      key.starts_with("model.")) {
+    return ResumeKind::kIdentity;
+  }
+  if (key.starts_with("optim.")) return ResumeKind::kSchedule;
+  return ResumeKind::kFree;
+}
+
+ResumeChanges compare_for_resume(const Config& there, const Config& here, int64_t step) {
+  Config a = there, b = here;
+  const std::vector<Field> old_fields = config_fields(a), fields = config_fields(b);
+  ResumeChanges changes;
+  for (size_t i = 0; i < fields.size(); ++i) {
+    const std::string_view key = fields[i].key;
+    const ResumeKind kind = resume_kind(key);
+    const std::string before = value_text(old_fields[i]), now = value_text(fields[i]);
+    if (kind == ResumeKind::kFree || before == now) continue;
+    // 0 and what it stands for are the same model.
+    if (key == "model.kv_heads" && std::max(a.model.kv_heads, b.model.kv_heads) == b.model.heads &&
+        std::min(a.model.kv_heads, b.model.kv_heads) == 0) {
+      continue;
+    }
+    std::string text = fmt::format("{} {} there, {} here", key, before, now);
+    // What follows from other keys is as they are.
+    const bool is_forgotten = !here.is_given(key) && key != "optim.final_lr";
+    const bool is_derived_lr = key == "optim.lr" && !here.model.from.empty();
+    if (kind == ResumeKind::kIdentity) {
+      changes.refused.push_back(std::move(text));
+    } else if (is_forgotten && !is_derived_lr) {
+      changes.refused.push_back(text + " (the default, since it is not given)");
+    } else {
+      changes.told.push_back(std::move(text));
+    }
+  }
+  if (here.train.steps < step) {
+    changes.refused.push_back(fmt::format("train.steps {} here, the checkpoint is that of step {}",
+                                          here.train.steps, step));
+  }
+  const float before = make_schedule(there).lr(step), now = make_schedule(here).lr(step);
+  if (before != now && step < here.train.steps) {
+    changes.told.push_back(fmt::format(
+        "learning rate of step {}: {:g} with the checkpoint's settings, {:g} with these", step + 1,
+        before, now));
+  }
+  return changes;
+}
+
+}  // namespace tessera::apps

@@ -1,0 +1,147 @@
+#include "apps/config_effects.h"
+
+#include <algorithm>
+#include <set>
+
+#include "test/testing.h"
+
+using namespace tessera;
+using namespace tessera::apps;
+
+namespace {
+
+/// A key as given, settings under which it does nothing, and settings under which it does.
+struct Example {
+  std::string key, value;
+  std::vector<std::string> without, with;
+  bool is_cuda_with = false, is_cuda_without = false;
+};
+
+const std::vector<std::string> kGpt2 = {"--model.kind=gpt2"}, kBloom = {"--model.kind=bloom"},
+                               kF32 = {"--precision.param_dtype=f32"},
+                               kBf16 = {"--precision.param_dtype=bf16"},
+                               kLlama3 = {"--model.rope_scaling=llama3"},
+                               kSample = {"--sample.tokens=5"}, kSgd = {"--optim.name=sgd"},
+                               kSkip = {"--guard.spike=skip"};
+
+std::vector<Example> examples() {
+  return {
+      {"model.bias", "true", {}, kGpt2},
+      {"model.gelu", "tanh", {}, kGpt2},
+      {"model.rope_theta", "500", kGpt2, {}},
+      {"model.rope_scaling", "linear", kBloom, {}},
+      {"model.rope_factor", "2", {}, {"--model.rope_scaling=linear"}},
+      {"model.rope_low_freq_factor", "1", {"--model.rope_scaling=linear"}, kLlama3},
+      {"model.rope_high_freq_factor", "8", {}, kLlama3},
+      {"model.rope_original_context", "32", {}, kLlama3},
+      {"data.tokenizer", "byte", {"--data.text=", "--data.tokens=y", "--model.vocab=9"}, {}},
+      {"data.val_fraction",
+       "0.2",
+       {"--data.text=", "--data.tokens=y", "--data.val_tokens=z", "--model.vocab=9"},
+       {}},
+      {"data.val_split", "interleave", {"--data.val_fraction=0"}, {}},
+      {"data.restart_positions",
+       "true",
+       {"--model.kind=bloom", "--data.separator=1"},
+       {"--data.separator=1"}},
+      {"train.eval_every", "5", {"--data.val_fraction=0"}, {}},
+      {"train.eval_batches", "5", {"--data.val_fraction=0"}, {}},
+      {"train.pin_threads", "true", {"--train.threads=2"}, {}},
+      {"sample.prompt", "x", {}, kSample},
+      {"sample.temperature", "0.5", {}, kSample},
+      {"sample.top_k", "5", {"--sample.tokens=5", "--sample.temperature=0"}, kSample},
+      {"sample.top_p", "0.5", {}, kSample},
+      {"optim.final_lr", "1e-5", {"--optim.schedule=constant"}, {}},
+      {"optim.warmup_steps", "20", {"--train.steps=10"}, {"--train.steps=20"}},
+      {"optim.schedule", "cosine", {"--train.steps=10", "--optim.warmup_steps=10"}, {}},
+      {"optim.decay_steps", "5", {}, {"--optim.schedule=wsd"}},
+      {"optim.beta1", "0.8", kSgd, {}},
+      {"optim.beta2", "0.8", kSgd, {}},
+      {"optim.eps", "1e-6", kSgd, {}},
+      {"optim.momentum", "0.8", {}, kSgd},
+      {"fsdp.shard_size", "2", {}, {"--fsdp.strategy=hybrid_shard"}},
+      {"fsdp.wrap_every", "3", {}, {"--fsdp.wrap=every_n_blocks"}},
+      {"fsdp.min_num_params", "5", {}, {"--fsdp.wrap=min_num_params"}},
+      {"fsdp.prefetch_forward", "2", {"--fsdp.strategy=no_shard"}, {}},
+      {"fsdp.prefetch_backward", "2", {"--fsdp.strategy=no_shard"}, {}},
+      {"precision.buffer_dtype", "bf16", {}, kBloom},
+      {"precision.cast_forward_inputs", "false", kF32, kBf16},
+      {"precision.norm_fp32", "true", kF32, kBf16},
+      {"precision.loss_scale_init", "64", kBf16, {"--precision.param_dtype=f16"}},
+      {"precision.loss_scale_interval",
+       "64",
+       {"--precision.loss_scale=static"},
+       {"--precision.loss_scale=dynamic"}},
+      {"recompute.every_n", "3", {"--recompute.policy=full"}, {"--recompute.policy=every_n"}},
+      {"checkpoint.max_errors", "3", {"--checkpoint.on_error=stop"}, {}},
+      {"checkpoint.resume_override", "true", {}, {"--checkpoint.resume=auto"}},
+      {"guard.spike_z", "3", {}, kSkip},
+      {"guard.spike_window", "30", {}, kSkip},
+      {"guard.max_spikes", "3", {}, kSkip},
+      {"guard.snapshot_every", "3", kSkip, {"--guard.spike=rewind"}},
+      {"kernels.attention", "auto", {}, {}, true},
+      {"kernels.gemm", "own", {}, {}, true},
+      {"dist.nccl_reduce", "nccl", {}, {}, true},
+      {"dist.nccl_max_ctas", "4", {}, {}, true},
+      {"debug.trace", "t.json", {"--train.steps=2"}, {}},
+      {"debug.trace_from", "2", {}, {"--debug.trace=t.json"}},
+      {"debug.trace_steps", "2", {}, {"--debug.trace=t.json"}},
+      {"debug.nan_step", "20", {"--train.steps=10"}, {}},
+      {"debug.nan_rank", "1", {}, {"--debug.nan_step=3"}},
+  };
+}
+
+std::vector<std::string> idle(std::vector<std::string> overrides, bool is_cuda = false,
+                              const std::string& toml = "") {
+  overrides.insert(overrides.begin(), "--data.text=x");
+  return keys_without_effect(parse_config(toml, "f.toml", overrides), is_cuda);
+}
+
+bool names(const std::vector<std::string>& lines, const std::string& key) {
+  return std::any_of(lines.begin(), lines.end(),
+                     [&](const std::string& line) { return line.starts_with(key + " = "); });
+}
+
+}  // namespace
+
+TEST_CASE("config_effects: each key is named where it does nothing, and only there", "[config]") {
+  for (const Example& e : examples()) {
+    CAPTURE(e.key);
+    const std::string given = "--" + e.key + "=" + e.value;
+    std::vector<std::string> without = e.without, with = e.with;
+    CHECK_FALSE(names(idle(without, e.is_cuda_without), e.key));  // not given
+    without.push_back(given);
+    with.push_back(given);
+    CHECK(names(idle(without, e.is_cuda_without), e.key));
+    CHECK_FALSE(names(idle(with, e.is_cuda_with), e.key));
+  }
+  const std::vector<std::string> threads = {"--train.pin_threads=true"};
+  CHECK(names(idle(threads, /*is_cuda=*/true), "train.pin_threads"));
+}
+
+TEST_CASE("config_effects: all keys are walked: each condition has an example and is of a key",
+          "[config]") {
+  std::set<std::string> with_example, conditional, all;
+  for (const Example& e : examples()) with_example.insert(e.key);
+  for (const KeyCondition& c : key_conditions()) conditional.emplace(c.key);
+  CHECK(with_example == conditional);
+  Config config;
+  for (const Field& field : config_fields(config)) all.emplace(field.key);
+  for (const std::string& key : conditional) {
+    CAPTURE(key);
+    CHECK(all.contains(key));
+  }
+}
+
+TEST_CASE("config_effects: one line names the key, its value and what it needs", "[config]") {
+  CHECK(idle({"--optim.momentum=0.9", "--fsdp.wrap_every=3"}) ==
+        std::vector<std::string>{"optim.momentum = 0.9 (needs optim.name = sgd)",
+                                 "fsdp.wrap_every = 3 (needs fsdp.wrap = every_n_blocks)"});
+  CHECK(idle({}, false, "[optim]\nmomentum = 0.9") ==
+        std::vector<std::string>{"optim.momentum = 0.9 (needs optim.name = sgd)"});
+  // A resolved configuration has every key; what the command line adds to it still counts.
+  const std::string dump =
+      dump_config(parse_config("", "", std::vector<std::string>{"--data.text=x"}));
+  CHECK(idle({}, false, dump).empty());
+  CHECK(idle({"--optim.momentum=0.9"}, false, dump).size() == 1);
+}

@@ -1,0 +1,121 @@
+#!/usr/bin/env python3
+"""Runs the commands of all README files, with small substitutes for sizes and files.
+
+Every command of a fenced block without a language is run in order, in one directory, after the
+substitutions below, or is listed with the reason why it cannot run here. One that is neither, a
+reason that no command needs, and a command that fails are failures.
+Usage: readme_commands.py ROOT BUILD MPIRUN
+"""
+import os
+import re
+import struct
+import subprocess
+import sys
+import tempfile
+
+# What stands for what: (in a command that matches, this, becomes that).
+SUBSTITUTES = [
+    ("", r"^mpirun ", "{mpirun} --oversubscribe "),  # fewer cores than ranks
+    ("tessera-train", r"--train\.steps=\d+", "--train.steps=3"),
+    ("tessera-train configs/llama_tiny", r"$", " --device=cpu --train.log_every=1"),
+    ("--checkpoint.every=100", r"$", " --train.steps=4"),
+    ("tessera-train", r"--checkpoint\.every=\d+", "--checkpoint.every=2"),
+    ("--model.from", r"--model\.context=\d+", "--model.context=8"),
+    ("--model.from", r"$", " --device=cpu --train.steps=3 --train.micro_batch=2"),
+    ("tessera-generate", r"$", " --device cpu --tokens 5"),
+]
+
+# What cannot run here, and why.
+NOT_RUN = {
+    r"bash apps/quickstart\.sh": "sets up the machine, builds and trains for minutes",
+    r"bash test/run\.sh": "runs this suite",
+    r"tessera-bench-fsdp (memory|batch)": "is a test of its own (apps/bench_fsdp)",
+    r"tessera-bench-fsdp overlap": "measures a quiet machine",
+    r"python3 apps/compare/": "needs PyTorch",
+    r"--device=cuda": "needs a GPU",
+    r"test/gpu/bundle\.sh|tessera-gpu/run\.sh": "needs nvcc and a GPU",
+    r"meson setup build": "builds",
+}
+
+
+def readmes(root):
+    for folder, dirs, files in os.walk(root):
+        dirs[:] = sorted(d for d in dirs if not d.startswith((".", "build")))
+        if "README.md" in files:
+            yield os.path.join(folder, "README.md")
+
+
+def commands(path):
+    """The commands of the fenced blocks, continued lines joined, without comments."""
+    fence, block = None, ""
+    for line in open(path, encoding="utf-8"):
+        line = line.rstrip("\n")
+        if line.startswith("```"):
+            fence, block = (line if fence is None else None), ""
+            continue
+        if fence != "```":
+            continue
+        block += line
+        if block.endswith("\\"):
+            block = block[:-1]
+            continue
+        command = re.sub(r"\s+#\s.*$", "", block).strip()
+        block = ""
+        if re.match(r"(mpirun|bash|python3|meson|tar|build/|tessera-)", command):
+            yield command
+
+
+def prepare(folder, root, build):
+    for name, target in [("build", build), ("configs", os.path.join(root, "configs")),
+                         ("Qwen3-0.6B", os.path.join(root, "test/golden/hf/qwen3"))]:
+        os.symlink(target, os.path.join(folder, name))
+    with open(os.path.join(folder, "book.txt"), "w") as book:
+        book.writelines("In the beginning was line %d\n" % i for i in range(400))
+    tokens = [i * i % 40 for i in range(600)]
+    with open(os.path.join(folder, "train_000.bin"), "wb") as shard:
+        shard.write(struct.pack("<256i", 20240520, 1, len(tokens), *[0] * 253))
+        shard.write(struct.pack("<%dH" % len(tokens), *tokens))
+
+
+def main():
+    root, build, mpirun = sys.argv[1:]
+    failures, used = [], set()
+    environment = dict(os.environ, OMP_WAIT_POLICY="passive")
+    if os.getuid() == 0:
+        environment.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
+    with tempfile.TemporaryDirectory() as folder:
+        prepare(folder, root, build)
+        for path in readmes(root):
+            for command in commands(path):
+                reasons = [pattern for pattern in NOT_RUN if re.search(pattern, command)]
+                if reasons:
+                    used.update(reasons)
+                    print("not run (%s): %s" % (NOT_RUN[reasons[0]], command))
+                    continue
+                ranks = re.search(r"^mpirun .*-n (\d+)", command)
+                if ranks and int(ranks.group(1)) > 2:
+                    failures.append("%s: more ranks than the 2 cores that everyone has" % command)
+                run = command
+                for where, old, new in SUBSTITUTES:
+                    if where in command:
+                        run = re.sub(old, new.format(mpirun=mpirun), run, count=1)
+                print("+ " + run, flush=True)
+                if not re.search(r"tessera-(train|generate|checkpoint|bench)", run):
+                    failures.append("%s: %s: neither known nor listed as not run" % (path, command))
+                    continue
+                result = subprocess.run(["bash", "-c", run], cwd=folder, env=environment,
+                                        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                                        stderr=subprocess.STDOUT, text=True, errors="replace")
+                if result.returncode != 0:
+                    failures.append("status %d: %s\n%s" % (result.returncode, run,
+                                                           result.stdout[-2000:]))
+    for pattern in sorted(set(NOT_RUN) - used):
+        failures.append("%s is listed as not run, but no README has such a command" % pattern)
+    for failure in failures:
+        print(failure)
+    print("%d failures" % len(failures))
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
