@@ -717,17 +717,17 @@ TrainResult train(const Config& given, dist::World& world) {
     Trainer trainer(config, world, run_dir, checkpoints, status, &steps_done);
     const TrainResult result = trainer.run();
     if (context->order_check() != nullptr) context->order_check()->throw_if_conflicts();
-    if (result.is_preempted) {
-      report(RunState::kPreempted, result.steps, "asked to end; --resume=auto goes on");
-      forget_preemption();
-      return result;
-    }
     const bool is_short = result.steps < config.train.steps;
-    // A run that is not seen to have finished has failed.
+    // A run whose end nobody can read has failed.
     world.control().verdict([&] {
       if (world.rank() != 0) return;
-      status.end(RunState::kFinished, result.steps, is_short ? "train.max_minutes reached" : "");
+      if (result.is_preempted) {
+        status.end(RunState::kPreempted, result.steps, "asked to end; --resume=auto goes on");
+      } else {
+        status.end(RunState::kFinished, result.steps, is_short ? "train.max_minutes reached" : "");
+      }
     });
+    if (result.is_preempted) forget_preemption();
     return result;
   } catch (const std::exception& error) {
     report(RunState::kFailed, steps_done, error.what());

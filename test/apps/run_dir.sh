@@ -68,6 +68,21 @@ check "the metrics are whole" json "$out/metrics.jsonl"
 check "every step is there once" \
   [ "$(wc -l <"$out/metrics.jsonl")" = $((step + 300)) ]
 
+# A status that cannot be written any more is an error, though the checkpoint is there.
+out=$dir/status
+"$train" "${common[@]}" --output.dir="$out" --train.steps=100000000 >"$dir/log" 2>&1 &
+run=$!
+for _ in $(seq 600); do
+  [ -s "$out/metrics.jsonl" ] && break
+  sleep 0.1
+done
+while ! mkdir "$out/status.json.tmp" 2>/dev/null; do sleep 0.01; done  # between two writes
+kill -USR1 "$run"
+wait "$run"
+check "status 7" [ $? = 7 ]
+check "it is named" grep -q "error: .*$out/status.json: cannot be written: Is a directory" "$dir/log"
+expect 0 "$out: the run died at step " "$checkpoint" verify "$out"
+
 # Files may be no longer than 32 KiB: the metrics of some hundred steps do not fit, the states do.
 expect 0 "model: $dir/whole/model.safetensors" "$train" "${common[@]}" --output.dir="$dir/whole" --train.steps=300 \
   --data.tokenizer=char
