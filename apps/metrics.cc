@@ -11,6 +11,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
+#include <limits>
 #include <nlohmann/json.hpp>
 #include <numeric>
 
@@ -24,6 +25,11 @@ std::string rate_text(double per_second) {
   if (per_second >= 1e6) return fmt::format("{:.2f}M", per_second / 1e6);
   if (per_second >= 1e3) return fmt::format("{:.1f}k", per_second / 1e3);
   return fmt::format("{:.0f}", per_second);
+}
+
+/// A NaN's sign means nothing, but would be printed.
+double without_nan_sign(double value) {
+  return std::isnan(value) ? std::numeric_limits<double>::quiet_NaN() : value;
 }
 
 std::string duration_text(double seconds) {
@@ -112,13 +118,13 @@ std::string to_line(const StepMetrics& m, int64_t num_steps) {
   const std::string total = std::to_string(num_steps);
   std::string line = fmt::format(
       "step {:>{}}/{}  loss {:.4f}  grad_norm {:.3f}  lr {:.2e}  {} tok/s  peak {:.2f} GiB", m.step,
-      total.size(), total, m.loss, m.grad_norm, m.lr, rate_text(m.tokens_per_second),
-      static_cast<double>(m.peak_bytes) / (1 << 30));
+      total.size(), total, without_nan_sign(m.loss), without_nan_sign(m.grad_norm), m.lr,
+      rate_text(m.tokens_per_second), static_cast<double>(m.peak_bytes) / (1 << 30));
   if (m.mfu) line += fmt::format("  mfu {:.1f}%", *m.mfu * 100);
   if (m.exposed) line += fmt::format("  exposed {:.1f}%", *m.exposed * 100);
   if (m.loss_scale) line += fmt::format("  loss_scale {:g}", *m.loss_scale);
   if (m.skipped.value_or(0) > 0) line += fmt::format("  skipped {}", *m.skipped);
-  if (m.val_loss) line += fmt::format("  val_loss {:.4f}", *m.val_loss);
+  if (m.val_loss) line += fmt::format("  val_loss {:.4f}", without_nan_sign(*m.val_loss));
   return line;
 }
 
@@ -129,7 +135,7 @@ std::string progress_bar(const StepMetrics& m, int64_t num_steps, double seconds
       fmt::format("] {:3.0f}%  step {}/{}", std::floor(done * 100), m.step, num_steps);
   const std::string left = fmt::format("  {} left", duration_text(seconds_left));
   const auto fits = [&](const std::string& t) { return static_cast<int>(t.size()) < width; };
-  std::string text = step + fmt::format("  loss {:.4f}", m.loss) + left;
+  std::string text = step + fmt::format("  loss {:.4f}", without_nan_sign(m.loss)) + left;
   if (!fits(text)) text = step + left;
   if (!fits(text)) text = step;
   const int length = std::clamp(width - 1 - static_cast<int>(text.size()), 0, 40);

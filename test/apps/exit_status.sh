@@ -67,6 +67,25 @@ for words in "${launches[@]}"; do
     grep -q "this build has no CUDA" <<<"$said" || auto_says="device: cpu, since "
     expect 0 "$auto_says" "$train" "$config" "${common[@]}" --data.text="$dir/text" --device=auto
   fi
+  # What is given and does nothing, and what is not said elsewhere, is said once.
+  expect 0 "keys without effect: optim.momentum = 0.5 (needs optim.name = sgd); fsdp.wrap_every = 3" \
+    "$train" "$config" "${common[@]}" --data.text="$dir/text" --optim.momentum=0.5 \
+    --fsdp.wrap_every=3 --optim.warmup_steps=0
+  expect 0 "validation: the last 5 % of the data" \
+    "$train" "$config" "${common[@]}" --data.text="$dir/text"
+  expect 0 "defaults: optim.final_lr = 1e-06 (a tenth of optim.lr)" \
+    "$train" "${common[@]}" --data.text="$dir/text" --model.width=16 --optim.lr=1e-5
+  # On from there: a changed schedule is said, a forgotten setting and another model are refused.
+  resume=(--device=cpu --output.dir="$dir/out" --train.micro_batch=2 --data.text="$dir/text"
+    --model.width=16 --resume=auto)
+  expect 0 "resume: optim.lr 1e-05 there, 0.0001 here" \
+    "$train" "${resume[@]}" --train.steps=3 --optim.lr=1e-4
+  expect 2 "optim.lr 0.0001 there, 0.001 here (the default, since it is not given)" \
+    "$train" "${resume[@]}" --train.steps=4
+  expect 2 "model.rope_theta 10000.0 there, 500.0 here; expected the same, or --resume.override" \
+    "$train" "${resume[@]}" --train.steps=4 --optim.lr=1e-4 --model.rope_theta=500
+  expect 0 "resume, overridden: model.rope_theta 10000.0 there, 500.0 here" \
+    "$train" "${resume[@]}" --train.steps=4 --optim.lr=1e-4 --model.rope_theta=500 --resume.override
   expect 2 "fsdp.reshard_after_forward: 64, expected true, false or a divisor" \
     "$train" "$config" "${common[@]}" --data.text="$dir/text" --fsdp.reshard_after_forward=64
   expect 2 "--resume without a value, expected auto, none or the path of a checkpoint" \

@@ -87,6 +87,9 @@ TEST_CASE("metrics: the printed line", "[metrics]") {
   m.skipped = 3;
   CHECK(to_line(m, 100).ends_with("peak 0.12 GiB  loss_scale 32768  skipped 3"));
   m = example();
+  m.loss = m.grad_norm = -std::numeric_limits<double>::quiet_NaN();
+  CHECK(to_line(m, 100).starts_with("step 100/100  loss nan  grad_norm nan  lr"));
+  CHECK(progress_bar(m, 200, 42, 70).find("loss nan") != std::string::npos);
   m.exposed = 0.03;
   CHECK(to_line(m, 100).ends_with("peak 0.12 GiB  exposed 3.0%"));
 }
