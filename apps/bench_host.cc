@@ -14,6 +14,7 @@
 #include "dist/comm/local.h"
 #include "dist/fsdp/fully_shard.h"
 #include "kernels/elementwise/elementwise.h"
+#include "kernels/pointwise/pointwise.h"
 #include "kernels/reduce/reduce.h"
 #include "nn/module.h"
 #include "optim/adamw.h"

@@ -22,10 +22,12 @@
 #include "kernels/norm/kernel.h"
 #include "kernels/optimizer/kernel.h"
 #include "kernels/optimizer/optimizer.h"
+#include "kernels/pointwise/kernel.h"
 #include "kernels/random/kernel.h"
 #include "kernels/random/random.h"
 #include "kernels/reduce/kernel.h"
 #include "kernels/rope/kernel.h"
+#include "kernels/shaping/kernel.h"
 #include "kernels/softmax/kernel.h"
 
 namespace tessera::apps {
@@ -95,6 +97,7 @@ class Bench {
       attention();
       norms();
       elementwise();
+      pointwise();
       rows();
       embedding();
       losses();
@@ -347,9 +350,6 @@ class Bench {
     time("swiglu_bwd", shape, k::swiglu_bwd,
          {data(dx), data(dup), data(dy), data(x), data(up), dtype_, dtype_, dtype_, R, F, F, F, F,
           F, F});
-    time("add", shape, k::binary,
-         {data(y), data(x), data(up), dtype_, dtype_, k::BinaryOp::kAdd, x.shape(), x.strides(),
-          x.strides(), x.strides()});
     time("scale", shape, k::scale, {data(y), data(x), dtype_, dtype_, 0.5, R, F, F, F});
     time("cast_to_f32", shape, k::copy,
          {data(wide), data(x), kF32, dtype_, x.shape(), x.strides(), x.strides()});
@@ -359,6 +359,39 @@ class Bench {
                        1.0 / 0.875, 0,        R,      F,      F,      F};
     time("dropout", shape, k::dropout, dropout);
     time("fill_normal", shape, k::fill_normal, {data(y), dtype_, {1, 2}, 0, R * F, 0, 1});
+  }
+
+  /// Ops of each number of operands, and of the functions among them the dearest.
+  void pointwise() const {
+    const int64_t R = s_.R(), F = s_.F;
+    const Tensor x = random({R, F}, dtype_, 1), other = random({R, F}, dtype_, 2),
+                 row = random({F}, dtype_, 3), dy = random({R, F}, dtype_, 4), y = empty_like(x),
+                 mask = zeros({R, F}, kU8);
+    const Strides strides = x.strides();
+    const auto operand = [&](const Tensor& t) -> k::Pointwise::Operand {
+      return {data(t), t.dtype(), t.num_dims() == 1 ? Strides{0, 1} : strides};
+    };
+    const k::Pointwise::Operand none{nullptr, kF32, {0, 0}, 0.5};
+    const auto run = [&](const std::string& op, k::PointwiseOp code, const Tensor& dst,
+                         const std::array<k::Pointwise::Operand, 3>& in) {
+      time(op, by(R, F), k::pointwise, {data(dst), dst.dtype(), code, x.shape(), strides, in});
+    };
+    run("add", k::PointwiseOp::kAdd, y, {operand(x), operand(other), none});
+    run("add_row", k::PointwiseOp::kAdd, y, {operand(x), operand(row), none});
+    run("div", k::PointwiseOp::kDiv, y, {operand(x), operand(other), none});
+    run("exp", k::PointwiseOp::kExp, y, {operand(x), none, none});
+    run("log", k::PointwiseOp::kLog, y, {operand(x), none, none});
+    run("tanh", k::PointwiseOp::kTanh, y, {operand(x), none, none});
+    run("pow", k::PointwiseOp::kPow, y, {operand(x), operand(other), none});
+    run("maximum_bwd", k::PointwiseOp::kMaximumBwd, y, {operand(dy), operand(x), operand(other)});
+    run("less_than", k::PointwiseOp::kLt, mask, {operand(x), none, none});
+    run("where", k::PointwiseOp::kWhere, y, {operand(mask), operand(x), operand(other)});
+    time("cumsum", by(R, F), k::cumsum, {data(y), data(x), dtype_, dtype_, R, F, 1});
+    time("cumsum_cols", by(R, F), k::cumsum, {data(y), data(x), dtype_, dtype_, 1, R, F});
+    const Tensor index = zeros({R, F}, kI32), sums = zeros({R, F});
+    time("gather", by(R, F), k::gather, {data(y), data(x), data(index), dtype_, kI32, 1, R, R, F});
+    time("scatter_add", by(R, F), k::scatter_add,
+         {data(sums), data(x), data(index), dtype_, kI32, 1, R, R, F});
   }
 
   void rows() const {

@@ -4,6 +4,7 @@
 
 #include "core/autograd.h"
 #include "core/recompute.h"
+#include "kernels/pointwise/pointwise.h"
 
 namespace tessera::nn {
 namespace {

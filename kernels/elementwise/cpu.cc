@@ -20,57 +20,7 @@ void visit_activation(Activation activation, F&& f) {
   }
 }
 
-template <class C>
-void apply(BinaryOp op, C* __restrict out, const C* a, const C* b, int64_t count) {
-  switch (op) {
-    case BinaryOp::kAdd:
-#pragma omp simd
-      for (int64_t i = 0; i < count; ++i) out[i] = a[i] + b[i];
-      return;
-    case BinaryOp::kSub:
-#pragma omp simd
-      for (int64_t i = 0; i < count; ++i) out[i] = a[i] - b[i];
-      return;
-    case BinaryOp::kMul:
-#pragma omp simd
-      for (int64_t i = 0; i < count; ++i) out[i] = a[i] * b[i];
-      return;
-  }
-}
-
-/// Offset of row `row` of the leading dimensions of `shape`.
-int64_t row_offset(int64_t row, const Shape& shape, const Strides& strides) {
-  int64_t offset = 0;
-  for (int d = shape.num_dims() - 2; d >= 0; --d) {
-    offset += row % shape[d] * strides[d];
-    row /= shape[d];
-  }
-  return offset;
-}
-
 }  // namespace
-
-void binary(const Binary& p) {
-  const int last = p.shape.num_dims() - 1;
-  const int64_t cols = p.shape[last], rows = cols == 0 ? 0 : p.shape.numel() / cols;
-  const int64_t dst_stride = p.dst_strides[last], a_stride = p.a_strides[last],
-                b_stride = p.b_strides[last];
-  visit_compute_type(p.dtype, [&](auto tag) {
-    using C = typename decltype(tag)::type;
-    for_pieces(rows, cols, [&](int64_t row, int64_t begin, int64_t end) {
-      C a_buffer[kPieceCols], b_buffer[kPieceCols], out_buffer[kPieceCols];
-      const int64_t count = end - begin;
-      const int64_t a_at = row_offset(row, p.shape, p.a_strides) + begin * a_stride;
-      const int64_t b_at = row_offset(row, p.shape, p.b_strides) + begin * b_stride;
-      const int64_t dst_at = row_offset(row, p.shape, p.dst_strides) + begin * dst_stride;
-      const C* a = load_piece(a_buffer, p.a, p.dtype, a_at, a_stride, count);
-      const C* b = load_piece(b_buffer, p.b, p.dtype, b_at, b_stride, count);
-      C* out = piece_target(out_buffer, p.dst, p.dst_dtype, dst_at, dst_stride, p.accumulate);
-      apply(p.op, out, a, b, count);
-      store_piece(p.dst, p.dst_dtype, dst_at, dst_stride, out, count, p.accumulate);
-    });
-  });
-}
 
 void scale(const Scale& p) {
   visit_float(p.dtype, "scale", [&](auto tag) {

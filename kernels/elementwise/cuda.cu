@@ -1,4 +1,4 @@
-// Element by element: a op b with broadcasting, scale, activations, SwiGLU, and their backwards.
+// Element by element: scale, activations, SwiGLU, and their backwards.
 //
 // Layout           operands of one dtype T, read as vectors of 16 bytes (8 or 4 elements); the
 //                  destination's dtype and `accumulate` are decided at run time, once a vector.
@@ -7,9 +7,8 @@
 // Parallelization  a grid that fits the device strides over the vectors; a thread loads two
 //                  vectors of each operand before it uses the first: 64 KiB and more are under way
 //                  in a multiprocessor.
-// Any other layout (strides that are no multiple of a vector, unaligned addresses, a last
-// dimension that an operand repeats or walks) goes through the same kernels with vectors of one
-// element.
+// Any other layout (strides that are no multiple of a vector, unaligned addresses) goes through the
+// same kernels with vectors of one element.
 // Determinism      elements are independent of each other.
 
 #include <algorithm>
@@ -165,73 +164,12 @@ __device__ void for_vectors(const VectorRows& r, Load load, Store store) {
   }
 }
 
-// ---- binary -------------------------------------------------------------------------------------
-
-/// Binary with its shape as plain arrays: rows are the outer dimensions, `cols` the last.
-struct BinaryArgs {
-  struct Operand {
-    int64_t strides[Shape::kMaxDims];
-  };
-  void* dst;
-  const void* a;
-  const void* b;
-  DType dst_dtype;
-  BinaryOp op;
-  bool accumulate;
-  int last;  ///< index of the last dimension
-  int64_t shape[Shape::kMaxDims];
-  Operand dst_at, a_at, b_at;
-  VectorRows vectors;
-};
-
-struct BinaryOffsets {
-  int64_t dst, a, b;
-};
-__device__ BinaryOffsets row_offsets(const BinaryArgs& p, int64_t row) {
-  BinaryOffsets at{0, 0, 0};
-  for (int d = p.last - 1; d >= 0; --d) {
-    const int64_t rest = divide(row, p.shape[d]), i = row - rest * p.shape[d];
-    at.dst += i * p.dst_at.strides[d];
-    at.a += i * p.a_at.strides[d];
-    at.b += i * p.b_at.strides[d];
-    row = rest;
-  }
-  return at;
-}
+// ---- unary and SwiGLU ---------------------------------------------------------------------------
 
 template <class T, int N>
 struct Pair {
   Vec<T, N> first, second;
 };
-
-/// N > 1: all last strides are 1 and every row starts at a vector. N = 1: any strides.
-template <class T, int N>
-__global__ void __launch_bounds__(kBlock, kBinaryBlocks) binary_kernel(BinaryArgs p) {
-  const T* a = static_cast<const T*>(p.a);
-  const T* b = static_cast<const T*>(p.b);
-  for_vectors<Pair<T, N>>(
-      p.vectors,
-      [&](VectorPlace place) {
-        const BinaryOffsets at = row_offsets(p, place.row);
-        const int64_t col = place.vec * N;
-        return Pair<T, N>{load_vec<N>(a + at.a + col * p.a_at.strides[p.last]),
-                          load_vec<N>(b + at.b + col * p.b_at.strides[p.last])};
-      },
-      [&](VectorPlace place, const Pair<T, N>& in) {
-        const Floats<N> x = to_floats<N>(in.first), y = to_floats<N>(in.second);
-        Floats<N> out;
-#pragma unroll
-        for (int i = 0; i < N; ++i) {
-          out[i] = p.op == BinaryOp::kAdd   ? x[i] + y[i]
-                   : p.op == BinaryOp::kSub ? x[i] - y[i]
-                                            : x[i] * y[i];
-        }
-        const int64_t at = row_offsets(p, place.row).dst + place.vec * N * p.dst_at.strides[p.last];
-        store_floats(p.dst, p.dst_dtype, at, out, p.accumulate);
-      });
-}
-
-// ---- unary and SwiGLU ---------------------------------------------------------------------------
 
 template <class T, int N>
 __global__ void __launch_bounds__(kBlock, kUnaryBlocks) scale_kernel(Scale p, VectorRows vectors) {
@@ -388,46 +326,6 @@ void launch_rows(const char* name, const Args& p, const VectorWidth& width, bool
 }  // namespace
 
 // ---- launchers ----------------------------------------------------------------------------------
-
-void binary(CUstream_st* stream, const Binary& p) {
-  const int last = p.shape.num_dims() - 1;
-  const int64_t cols = p.shape[last], rows = cols == 0 ? 0 : p.shape.numel() / cols;
-  if (rows == 0) return;
-  BinaryArgs args{.dst = p.dst,
-                  .a = p.a,
-                  .b = p.b,
-                  .dst_dtype = p.dst_dtype,
-                  .op = p.op,
-                  .accumulate = p.accumulate,
-                  .last = last,
-                  .shape = {},
-                  .dst_at = {},
-                  .a_at = {},
-                  .b_at = {},
-                  .vectors = {}};
-  const bool is_even = p.dst_strides[last] == 1 && p.a_strides[last] == 1 && p.b_strides[last] == 1;
-  VectorWidth width(p.dtype, rows, cols);
-  width.operand(p.dst, 0).operand(p.a, 0).operand(p.b, 0);
-  for (int d = 0; d <= last; ++d) {
-    args.shape[d] = p.shape[d];
-    args.dst_at.strides[d] = p.dst_strides[d];
-    args.a_at.strides[d] = p.a_strides[d];
-    args.b_at.strides[d] = p.b_strides[d];
-    if (d == last) continue;
-    width.operand(p.dst, p.dst_strides[d]);
-    width.operand(p.a, p.a_strides[d]);
-    width.operand(p.b, p.b_strides[d]);
-  }
-  check_device_float(p.dst_dtype, "binary");
-  tessera::cuda::visit_device_float(p.dtype, "binary", [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    constexpr int N = kVec<T>;
-    const bool is_vectorized = is_even && width.get() == N;
-    args.vectors = {rows, is_vectorized ? cols / N : cols};
-    const LaunchConfig config = vectors_config(args.vectors, kBinaryBlocks, stream);
-    launch("binary", is_vectorized ? &binary_kernel<T, N> : &binary_kernel<T, 1>, config, args);
-  });
-}
 
 void scale(CUstream_st* stream, const Scale& p) {
   check_device_float(p.dst_dtype, "scale");

@@ -3,11 +3,9 @@
 #include <numeric>
 
 #include "core/autograd.h"
-#include "core/elementary/kernel.h"
 #include "kernels/destination.h"
 #include "kernels/elementwise/kernel.h"
 #include "kernels/elementwise/row_view.h"
-#include "kernels/reduce/reduce.h"
 
 namespace tessera {
 
@@ -36,13 +34,6 @@ double flops_of(Activation activation) {
 }
 
 }  // namespace
-
-Cost Binary::cost() const {
-  return Cost(static_cast<double>(shape.numel()) * (accumulate ? 2 : 1))
-      .read(a, span_nbytes(shape, a_strides, dtype))
-      .read(b, span_nbytes(shape, b_strides, dtype))
-      .write_or_accumulate(dst, span_nbytes(shape, dst_strides, dst_dtype), accumulate);
-}
 
 Cost Scale::cost() const {
   return Cost(static_cast<double>(rows * cols) * (accumulate ? 2 : 1))
@@ -80,7 +71,6 @@ Cost SwigluBwd::cost() const {
       .write_or_accumulate(dup, rows_nbytes(rows, cols, dup_stride, dup_dtype), accumulate_dup);
 }
 
-TESSERA_DEFINE_KERNEL(binary, Binary);
 TESSERA_DEFINE_KERNEL(scale, Scale);
 TESSERA_DEFINE_KERNEL(activation_fwd, ActivationFwd);
 TESSERA_DEFINE_KERNEL(activation_bwd, ActivationBwd);
@@ -92,73 +82,11 @@ TESSERA_DEFINE_KERNEL(swiglu_bwd, SwigluBwd);
 namespace {
 
 using kernels::Activation;
-using kernels::BinaryOp;
 using kernels::Destination;
 
 void check_floating(const char* op, const Tensor& x) {
   TESSERA_CHECK_DTYPE(is_floating(x.dtype()), "{}: expected a floating dtype, got {}", op,
                       x.dtype());
-}
-
-// ---- binary -------------------------------------------------------------------------------------
-
-/// Strides of `x` seen as `shape`, which it broadcasts to.
-Strides broadcast_strides(const Tensor& x, const Shape& shape) {
-  Strides strides = shape;
-  const int missing = shape.num_dims() - x.num_dims();
-  for (int d = 0; d < shape.num_dims(); ++d) {
-    const bool repeated = d < missing || (x.shape()[d - missing] == 1 && shape[d] != 1);
-    strides[d] = repeated ? 0 : x.strides()[d - missing];
-  }
-  return strides;
-}
-
-/// Drops dimensions of 1 and merges neighbours that all operands walk through evenly, so that
-/// the kernel's rows are as long as possible.
-void coalesce(kernels::Binary& p) {
-  Shape shape;
-  Strides dst, a, b;
-  for (int d = 0; d < p.shape.num_dims(); ++d) {
-    const int64_t dim = p.shape[d];
-    if (dim == 1) continue;
-    const int top = shape.num_dims() - 1;
-    if (top >= 0 && dst[top] == p.dst_strides[d] * dim && a[top] == p.a_strides[d] * dim &&
-        b[top] == p.b_strides[d] * dim) {
-      shape[top] *= dim;
-      dst[top] = p.dst_strides[d], a[top] = p.a_strides[d], b[top] = p.b_strides[d];
-    } else {
-      shape.push_back(dim);
-      dst.push_back(p.dst_strides[d]), a.push_back(p.a_strides[d]), b.push_back(p.b_strides[d]);
-    }
-  }
-  if (shape.num_dims() == 0) shape = Shape{1}, dst = a = b = Strides{1};
-  p.shape = shape, p.dst_strides = dst, p.a_strides = a, p.b_strides = b;
-}
-
-void launch_binary(BinaryOp op, const Tensor& dst, bool accumulate, const Tensor& a,
-                   const Tensor& b) {
-  if (dst.numel() == 0) return;
-  kernels::Binary p{.dst = dst.raw_data(),
-                    .a = a.raw_data(),
-                    .b = b.raw_data(),
-                    .dst_dtype = dst.dtype(),
-                    .dtype = a.dtype(),
-                    .op = op,
-                    .shape = dst.shape(),
-                    .dst_strides = dst.strides(),
-                    .a_strides = broadcast_strides(a, dst.shape()),
-                    .b_strides = broadcast_strides(b, dst.shape()),
-                    .accumulate = accumulate};
-  coalesce(p);
-  kernels::binary(current_stream(), p);
-}
-
-Tensor binary(const char* name, BinaryOp op, const Tensor& a, const Tensor& b) {
-  check_floating(name, a);
-  TESSERA_CHECK_EQ(a.dtype(), b.dtype(), "{}: the operands must have one dtype", name);
-  Tensor y = empty(broadcast_shapes(a.shape(), b.shape(), name), a.dtype());
-  launch_binary(op, y, false, a, b);
-  return y;
 }
 
 void launch_scale(const Tensor& dst, bool accumulate, const Tensor& x, double factor) {
@@ -176,64 +104,7 @@ void launch_scale(const Tensor& dst, bool accumulate, const Tensor& x, double fa
                                     .accumulate = accumulate});
 }
 
-/// The gradient of input i of a sum: factor * dy, summed over the dimensions it was broadcast in.
-void add_term_gradient(Grads& g, int i, const Shape& shape, const Tensor& dy, double factor) {
-  if (!g.wanted(i)) return;
-  if (shape == dy.shape() && factor == 1.0) return g.add(i, dy);
-  if (shape == dy.shape()) {
-    Destination destination(g, i);
-    const GradDst& d = destination.claim(is_row_addressable, dy.dtype());
-    launch_scale(d.view, d.accumulate, row_addressable(dy), factor);
-    return destination.finish();
-  }
-  const GradDst d = g.destination(i);
-  sum_to(d.view, dy, factor, d.accumulate);
-  g.written(i);
-}
-
-/// The gradient of input i of a product: dy * other, summed over its broadcast dimensions.
-void add_factor_gradient(Grads& g, int i, const Tensor& dy, const Tensor& other) {
-  if (!g.wanted(i)) return;
-  const GradDst d = g.destination(i);
-  if (d.view.shape() == dy.shape()) {
-    launch_binary(BinaryOp::kMul, d.view, d.accumulate, dy, other);
-  } else {
-    const Tensor products = empty(dy.shape(), dy.dtype() == kF64 ? kF64 : kF32);
-    launch_binary(BinaryOp::kMul, products, false, dy, other);
-    sum_to(d.view, products, 1.0, d.accumulate);
-  }
-  g.written(i);
-}
-
 }  // namespace
-
-Tensor add(const Tensor& a, const Tensor& b) {
-  return record("add", {a, b}, binary("add", BinaryOp::kAdd, a, b),
-                [a_shape = a.shape(), b_shape = b.shape()](const Tensor& dy, Grads& g) {
-                  add_term_gradient(g, 0, a_shape, dy, 1.0);
-                  add_term_gradient(g, 1, b_shape, dy, 1.0);
-                });
-}
-
-Tensor sub(const Tensor& a, const Tensor& b) {
-  return record("sub", {a, b}, binary("sub", BinaryOp::kSub, a, b),
-                [a_shape = a.shape(), b_shape = b.shape()](const Tensor& dy, Grads& g) {
-                  add_term_gradient(g, 0, a_shape, dy, 1.0);
-                  add_term_gradient(g, 1, b_shape, dy, -1.0);
-                });
-}
-
-Tensor mul(const Tensor& a, const Tensor& b) {
-  const Tensor y = binary("mul", BinaryOp::kMul, a, b);
-  const Tensor none;
-  return record("mul", {a, b}, y,
-                [a = save(needs_grad({b}) ? a : none), b = save(needs_grad({a}) ? b : none)](
-                    const Tensor& dy, Grads& g) {
-                  // One after the other: the second may accumulate into the first (mul(x, x)).
-                  if (g.wanted(0)) add_factor_gradient(g, 0, dy, b);
-                  if (g.wanted(1)) add_factor_gradient(g, 1, dy, a);
-                });
-}
 
 // ---- unary --------------------------------------------------------------------------------------
 

@@ -8,19 +8,6 @@
 
 namespace tessera {
 
-/// Sum, difference and product with numpy broadcasting.
-///   y = a + b      y = a - b      y = a * b
-/// Shapes   a, b any shapes that broadcast to each other -> y their common shape
-/// Dtypes   f32 | bf16 | f16 | f64, the same for a and b; computed in f32 (f64), one rounding
-/// Saves    add, sub: nothing; mul: each operand whose partner wants a gradient
-/// Grads    da, db; over broadcast dimensions summed in fixed order (see `sum_to`)
-/// Streams  current stream; never synchronizes
-/// Errors   ShapeError if the shapes do not broadcast; DtypeError if a dtype is not floating or
-///          the two differ
-Tensor add(const Tensor& a, const Tensor& b);
-Tensor sub(const Tensor& a, const Tensor& b);
-Tensor mul(const Tensor& a, const Tensor& b);
-
 /// Multiplication by a number known on the host: y = factor * x.
 /// Shapes   x any -> y the same; x may be row-strided (others are copied first)
 /// Dtypes   f32 | bf16 | f16 | f64

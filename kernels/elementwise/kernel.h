@@ -8,23 +8,6 @@
 
 namespace tessera::kernels {
 
-enum class BinaryOp : unsigned char { kAdd, kSub, kMul };
-
-/// dst = a op b, or dst += a op b with `accumulate`. An operand's stride 0 repeats it along that
-/// dimension. `dtype` is that of a and b.
-struct Binary {
-  void* dst;
-  const void* a;
-  const void* b;
-  DType dst_dtype, dtype;
-  BinaryOp op;
-  Shape shape;
-  Strides dst_strides, a_strides, b_strides;
-  bool accumulate = false;
-  Cost cost() const;
-};
-TESSERA_DECLARE_KERNEL(binary, Binary);
-
 /// dst = factor * x, or dst += factor * x with `accumulate`.
 struct Scale {
   void* dst;

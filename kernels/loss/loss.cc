@@ -6,6 +6,8 @@
 #include "kernels/destination.h"
 #include "kernels/loss/kernel.h"
 #include "kernels/matmul/kernel.h"
+#include "kernels/pointwise/pointwise.h"
+#include "kernels/reduce/reduce.h"
 
 namespace tessera {
 namespace kernels {
@@ -382,6 +384,11 @@ LossSum linear_cross_entropy(const Tensor& x, const Tensor& w, const Tensor& tar
         if (g.wanted(1)) g.written(1);
       });
   return result;
+}
+
+Tensor mse_loss(const Tensor& x, const Tensor& target) {
+  TESSERA_CHECK_EQ(x.shape(), target.shape(), "mse_loss: x and target must have one shape");
+  return mean(squared_difference(x, target));
 }
 
 }  // namespace tessera

@@ -57,4 +57,15 @@ struct LinearCrossEntropyOptions {
 LossSum linear_cross_entropy(const Tensor& x, const Tensor& w, const Tensor& targets,
                              const LinearCrossEntropyOptions& options = {});
 
+/// Mean-squared error: y = mean over all elements of (x - target)^2.
+/// Shapes   x, target any, alike -> y []
+/// Dtypes   x, target f32 | bf16 | f16 | f64, the same -> y f32 (f64 for f64); each square is
+///          rounded to x's dtype, their sum is as in `mean`
+/// Saves    x, target
+/// Grads    dx = 2 (x - target) dy / numel, dtarget = -dx
+/// Streams  current stream; never synchronizes
+/// Errors   ShapeError if the shapes differ or there are no elements; DtypeError if a dtype is not
+///          floating or they differ
+Tensor mse_loss(const Tensor& x, const Tensor& target);
+
 }  // namespace tessera

@@ -105,6 +105,65 @@ void sum(const Sum& p) {
   });
 }
 
+// ---- cumulative sums ----------------------------------------------------------------------------
+
+namespace {
+
+/// One row of the last dimension, a piece after the other.
+template <class C>
+void cumsum_row(const Cumsum& p, int64_t row) {
+  const int64_t pieces = (p.length + kPieceCols - 1) / kPieceCols;
+  double total = 0;
+  for (int64_t n = 0; n < pieces; ++n) {
+    const int64_t begin = (p.reverse ? pieces - 1 - n : n) * kPieceCols;
+    const int64_t count = std::min(kPieceCols, p.length - begin), at = row * p.length + begin;
+    C buffer[kPieceCols];
+    double sums[kPieceCols];
+    const C* x = load_piece(buffer, p.x, p.dtype, at, 1, count);
+    for (int64_t k = 0; k < count; ++k) {
+      const int64_t i = p.reverse ? count - 1 - k : k;
+      sums[i] = total += static_cast<double>(x[i]);
+    }
+    store_piece(p.y, p.y_dtype, at, 1, static_cast<const double*>(sums), count, p.accumulate);
+  }
+}
+
+/// Columns [col, col + cols) of one of the outer dimension.
+template <class C>
+void cumsum_cols(const Cumsum& p, int64_t o, int64_t col, int64_t cols) {
+  C buffer[kSumCols];
+  double totals[kSumCols] = {};
+  for (int64_t k = 0; k < p.length; ++k) {
+    const int64_t n = p.reverse ? p.length - 1 - k : k, at = (o * p.length + n) * p.inner + col;
+    const C* x = load_piece(buffer, p.x, p.dtype, at, 1, cols);
+#pragma omp simd
+    for (int64_t c = 0; c < cols; ++c) totals[c] += static_cast<double>(x[c]);
+    store_piece(p.y, p.y_dtype, at, 1, static_cast<const double*>(totals), cols, p.accumulate);
+  }
+}
+
+}  // namespace
+
+void cumsum(const Cumsum& p) {
+  const int64_t col_blocks = (p.inner + kSumCols - 1) / kSumCols;
+  const int64_t task_numel = std::max<int64_t>(1, p.length * std::min(p.inner, kSumCols));
+  visit_compute_type(p.dtype, [&](auto tag) {
+    using C = typename decltype(tag)::type;
+    tessera::cpu::parallel_for(p.outer * col_blocks, (kGrainElements + task_numel - 1) / task_numel,
+                               [&](int64_t first, int64_t last) {
+                                 for (int64_t task = first; task < last; ++task) {
+                                   const int64_t o = task / col_blocks,
+                                                 col = task % col_blocks * kSumCols;
+                                   if (p.inner == 1) {
+                                     cumsum_row<C>(p, o);
+                                   } else {
+                                     cumsum_cols<C>(p, o, col, std::min(kSumCols, p.inner - col));
+                                   }
+                                 }
+                               });
+  });
+}
+
 // ---- norms --------------------------------------------------------------------------------------
 
 namespace {

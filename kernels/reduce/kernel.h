@@ -43,6 +43,18 @@ struct Sum {
 };
 TESSERA_DECLARE_KERNEL(sum, Sum);
 
+/// y[o, n, i] = sum of x[o, m, i] over m <= n, with `reverse` over m >= n; or += with `accumulate`.
+/// All contiguous.
+struct Cumsum {
+  void* y;
+  const void* x;
+  DType y_dtype, dtype;
+  int64_t outer, length, inner;
+  bool reverse = false, accumulate = false;
+  Cost cost() const;
+};
+TESSERA_DECLARE_KERNEL(cumsum, Cumsum);
+
 /// Chunks of a norm at most; the CPU uses kMaxSumChunks of them.
 inline constexpr int64_t kMaxNormChunks = 1024;
 

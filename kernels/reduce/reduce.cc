@@ -5,6 +5,7 @@
 
 #include "core/autograd.h"
 #include "core/elementary/kernel.h"
+#include "kernels/destination.h"
 #include "kernels/elementwise/elementwise.h"
 #include "kernels/elementwise/kernel.h"
 #include "kernels/reduce/kernel.h"
@@ -22,6 +23,13 @@ Cost Sum::cost() const {
       .read(x, kept * length * static_cast<int64_t>(size_of(dtype)))
       .write(partials, kept * chunks * static_cast<int64_t>(sizeof(double)))
       .write_or_accumulate(dst, kept * static_cast<int64_t>(size_of(dst_dtype)), accumulate);
+}
+
+Cost Cumsum::cost() const {
+  const int64_t numel = outer * length * inner;
+  return Cost(static_cast<double>(numel))
+      .read(x, numel * static_cast<int64_t>(size_of(dtype)))
+      .write_or_accumulate(y, numel * static_cast<int64_t>(size_of(y_dtype)), accumulate);
 }
 
 Cost PartialNorm::cost() const {
@@ -44,6 +52,7 @@ Cost ClipFactor::cost() const {
 }
 
 TESSERA_DEFINE_KERNEL(sum, Sum);
+TESSERA_DEFINE_KERNEL(cumsum, Cumsum);
 TESSERA_DEFINE_KERNEL(partial_norm, PartialNorm);
 TESSERA_DEFINE_KERNEL(combine_norms, CombineNorms);
 TESSERA_DEFINE_KERNEL(clip_factor, ClipFactor);
@@ -102,35 +111,47 @@ Tensor sum_all(const char* name, const Tensor& x, double factor) {
   });
 }
 
-Tensor sum_dim(const char* name, const Tensor& x, int dim, bool keep_dim, double factor) {
+double mean_factor(int64_t count, const Shape& shape) {
+  TESSERA_CHECK_SHAPE(count > 0, "mean: there is no mean of nothing, got {}", shape);
+  return 1.0 / static_cast<double>(count);
+}
+
+/// The dimensions in [0, num_dims), each once.
+std::vector<bool> summed_dims(const char* name, const Shape& shape, const std::vector<int>& dims) {
+  std::vector<bool> is_summed(static_cast<size_t>(shape.num_dims()));
+  for (const int dim : dims) {
+    const auto d = static_cast<size_t>(shape.wrap(dim));
+    TESSERA_CHECK_SHAPE(!is_summed[d], "{}: dimension {} of {} is named twice", name, dim, shape);
+    is_summed[d] = true;
+  }
+  return is_summed;
+}
+
+Tensor sum_dims(const char* name, const Tensor& x, const std::vector<int>& dims, bool keep_dim,
+                bool is_mean) {
   check_floating(name, x);
-  const int d = x.shape().wrap(dim);
-  const auto product = [](const int64_t* begin, const int64_t* end) {
-    return std::accumulate(begin, end, int64_t{1}, std::multiplies<>());
-  };
-  const int64_t* dims = x.shape().begin();
-  Shape shape = Shape(std::span(dims, static_cast<size_t>(d)));
-  if (keep_dim) shape.push_back(1);
-  for (int i = d + 1; i < x.num_dims(); ++i) shape.push_back(x.shape()[i]);
-  const Tensor y = empty(shape, x.dtype());
-  launch_sum(y, x.contiguous(), product(dims, dims + d), x.dim(d),
-             product(dims + d + 1, x.shape().end()), factor, false);
-  return record(name, {x}, y, [factor, d, keep_dim](const Tensor& dy, Grads& g) {
+  const std::vector<bool> is_summed = summed_dims(name, x.shape(), dims);
+  Shape kept = x.shape(), shape;
+  int64_t count = 1;
+  for (int d = 0; d < x.num_dims(); ++d) {
+    const bool is_gone = is_summed[static_cast<size_t>(d)];
+    if (is_gone) count *= x.shape()[d], kept[d] = 1;
+    if (!is_gone || keep_dim) shape.push_back(kept[d]);
+  }
+  const double factor = is_mean ? mean_factor(count, x.shape()) : 1.0;
+  const Tensor y = empty(kept, x.dtype());
+  sum_to(y, x.detach(), factor);
+  return record(name, {x}, y.view(shape), [factor, kept](const Tensor& dy, Grads& g) {
     if (!g.wanted(0)) return;
     const GradDst dx = g.destination(0);
-    Strides strides = dx.view.shape();
-    const Tensor source = factor == 1.0 ? dy : scale(dy, factor);
-    for (int i = 0; i < strides.num_dims(); ++i) {
-      strides[i] = i == d ? 0 : source.strides()[i > d && !keep_dim ? i - 1 : i];
+    const Tensor source = (factor == 1.0 ? dy : scale(dy, factor)).contiguous().view(kept);
+    Strides strides = source.strides();
+    for (int d = 0; d < kept.num_dims(); ++d) {
+      if (kept[d] != dx.view.shape()[d]) strides[d] = 0;
     }
     launch_copy(dx.view, dx.accumulate, source, strides);
     g.written(0);
   });
-}
-
-double mean_factor(int64_t count, const Shape& shape) {
-  TESSERA_CHECK_SHAPE(count > 0, "mean: there is no mean of nothing, got {}", shape);
-  return 1.0 / static_cast<double>(count);
 }
 
 }  // namespace
@@ -144,11 +165,52 @@ Tensor mean(const Tensor& x) {
 }
 
 Tensor sum(const Tensor& x, int dim, bool keep_dim) {
-  return sum_dim("sum", x, dim, keep_dim, 1.0);
+  return sum_dims("sum", x, {dim}, keep_dim, false);
+}
+Tensor sum(const Tensor& x, const std::vector<int>& dims, bool keep_dim) {
+  return sum_dims("sum", x, dims, keep_dim, false);
 }
 
 Tensor mean(const Tensor& x, int dim, bool keep_dim) {
-  return sum_dim("mean", x, dim, keep_dim, mean_factor(x.dim(dim), x.shape()));
+  return sum_dims("mean", x, {dim}, keep_dim, true);
+}
+Tensor mean(const Tensor& x, const std::vector<int>& dims, bool keep_dim) {
+  return sum_dims("mean", x, dims, keep_dim, true);
+}
+
+namespace {
+
+void launch_cumsum(const Tensor& y, const Tensor& x, int dim, bool reverse, bool accumulate) {
+  if (x.numel() == 0) return;
+  const auto product = [&](int begin, int end) {
+    return std::accumulate(x.shape().begin() + begin, x.shape().begin() + end, int64_t{1},
+                           std::multiplies<>());
+  };
+  kernels::cumsum(current_stream(), {.y = y.raw_data(),
+                                     .x = x.raw_data(),
+                                     .y_dtype = y.dtype(),
+                                     .dtype = x.dtype(),
+                                     .outer = product(0, dim),
+                                     .length = x.shape()[dim],
+                                     .inner = product(dim + 1, x.num_dims()),
+                                     .reverse = reverse,
+                                     .accumulate = accumulate});
+}
+
+}  // namespace
+
+Tensor cumsum(const Tensor& x, int dim) {
+  check_floating("cumsum", x);
+  const int d = x.shape().wrap(dim);
+  const Tensor y = empty_like(x);
+  launch_cumsum(y, x.contiguous(), d, false, false);
+  return record("cumsum", {x}, y, [d](const Tensor& dy, Grads& g) {
+    if (!g.wanted(0)) return;
+    kernels::Destination destination(g, 0);
+    const GradDst& dx = destination.claim(kernels::is_contiguous_float, dy.dtype());
+    launch_cumsum(dx.view, dy.contiguous(), d, true, dx.accumulate);
+    destination.finish();
+  });
 }
 
 void sum_to(const Tensor& dst, const Tensor& x, double factor, bool accumulate) {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <span>
+#include <vector>
 
 #include "core/tensor.h"
 
@@ -17,12 +18,26 @@ namespace tessera {
 Tensor sum(const Tensor& x);
 Tensor mean(const Tensor& x);
 
-/// Sum and mean over one dimension.
-/// Shapes   x [..., n, ...] -> y without that dimension, or with it as 1 if `keep_dim`
+/// Sum and mean over one dimension or several.
+/// Shapes   x [..., n, ...] -> y without those dimensions, or with each as 1 if `keep_dim`
 /// Dtypes   f32 | bf16 | f16 | f64; y has x's dtype; one rounding
+/// Errors   ShapeError if a dimension is not one of x's or is named twice
 /// The rest as above.
 Tensor sum(const Tensor& x, int dim, bool keep_dim = false);
 Tensor mean(const Tensor& x, int dim, bool keep_dim = false);
+Tensor sum(const Tensor& x, const std::vector<int>& dims, bool keep_dim = false);
+Tensor mean(const Tensor& x, const std::vector<int>& dims, bool keep_dim = false);
+
+/// Sums of all elements so far along one dimension: y[..., i, ...] = sum_{j <= i} x[..., j, ...].
+/// Shapes   x any but [] -> y the same
+/// Dtypes   f32 | bf16 | f16 | f64; y has x's dtype; each element rounded once
+/// Sums     f64 on the CPU; on CUDA f32 within 1024 elements, f64 across; in an order that depends
+///          on the shape only. A row of the last dimension is one block's work there
+/// Saves    nothing
+/// Grads    dx[..., i, ...] = sum_{j >= i} dy[..., j, ...]
+/// Streams  current stream; never synchronizes
+/// Errors   DtypeError if x is not floating; ShapeError if x has no dimension `dim`
+Tensor cumsum(const Tensor& x, int dim);
 
 /// dst = factor * (x summed over the dimensions in which dst is broadcast to x's shape), or
 /// dst += ... with `accumulate`. Not differentiable; for backward functions.

@@ -2,6 +2,7 @@
 
 #include "dist/fsdp/scaler.h"
 #include "kernels/elementwise/elementwise.h"
+#include "kernels/pointwise/pointwise.h"
 #include "kernels/reduce/reduce.h"
 #include "test/dist/fsdp_harness.h"
 #include "test/testing.h"

@@ -9,6 +9,7 @@
 #include "core/autograd.h"
 #include "core/recompute.h"
 #include "kernels/elementwise/elementwise.h"
+#include "kernels/pointwise/pointwise.h"
 #include "kernels/matmul/matmul.h"
 #include "kernels/reduce/reduce.h"
 #include "nn/linear.h"

@@ -5,6 +5,7 @@
 #include "dist/fsdp/scaler.h"
 #include "dist/fsdp/schedule.h"
 #include "kernels/elementwise/elementwise.h"
+#include "kernels/pointwise/pointwise.h"
 #include "kernels/matmul/matmul.h"
 #include "kernels/reduce/reduce.h"
 #include "kernels/rope/rope.h"

@@ -3,92 +3,14 @@
 #include <limits>
 
 #include "kernels/elementwise/kernel.h"
+#include "kernels/pointwise/pointwise.h"
 #include "kernels/reduce/reduce.h"
-#include "test/testing.h"
+#include "test/kernels/op_testing.h"
 
 using namespace tessera;
 using namespace tessera::testing;
 
 namespace {
-
-using Tensors = std::vector<Tensor>;
-using Function = std::function<Tensor(const Tensors&)>;
-
-/// f throws an error whose text contains all of `parts`.
-void check_error(const std::function<void()>& f, const std::vector<std::string>& parts) {
-  const std::string text = error_of(f);
-  INFO(text);
-  for (const std::string& part : parts) CHECK(text.find(part) != std::string::npos);
-}
-
-Tensor leaf(const Shape& shape, DType dtype = kF64, uint64_t seed = 1) {
-  return randn(shape, dtype, seed).set_requires_grad(true);
-}
-
-Tensor leaf_of(std::initializer_list<double> values) {
-  return from_values(values, {static_cast<int64_t>(values.size())}, kF64).set_requires_grad(true);
-}
-
-struct Run {
-  Tensor y;
-  Tensors grads;
-};
-
-/// y = fn(inputs in `dtype`) and the gradients of sum(y * fixed weights).
-Run run(const Function& fn, const Tensors& inputs, DType dtype) {
-  Run r;
-  Tensors leaves;
-  for (const Tensor& x : inputs) {
-    leaves.push_back(x.detach().to(dtype).clone().set_requires_grad(true));
-  }
-  r.y = fn(leaves);
-  backward(r.y, randn(r.y.shape(), kF16, 77).to(dtype));
-  for (const Tensor& x : leaves) r.grads.push_back(x.grad());
-  return r;
-}
-
-/// Values and gradients in each dtype against f64, from inputs that all dtypes represent.
-void check_dtypes(const Function& fn, const std::vector<Shape>& shapes, double factor = 1) {
-  for (const DType dtype : {kF32, kBF16, kF16}) {
-    CAPTURE(name_of(dtype));
-    Tensors inputs;
-    for (size_t i = 0; i < shapes.size(); ++i) {
-      inputs.push_back(randn(shapes[i], dtype, i + 1));
-    }
-    const Run expected = run(fn, inputs, kF64), actual = run(fn, inputs, dtype);
-    CHECK(actual.y.dtype() == dtype);
-    check_close(actual.y, expected.y, factor * tol(dtype), "y");
-    for (size_t i = 0; i < inputs.size(); ++i) {
-      check_close(actual.grads[i], expected.grads[i], factor * tol(dtype), "gradient");
-    }
-  }
-}
-
-Run run_on_threads(int num_threads, const std::function<Run()>& f) {
-  Context::Scope scope(std::make_shared<Context>(
-      ContextOptions{.device = {}, .num_threads = num_threads, .poison = true}));
-  Run r = f();
-  current_stream().synchronize();
-  return r;
-}
-
-void check_same_on_threads(const std::function<Run()>& f) {
-  const Run one = run_on_threads(1, f), two = run_on_threads(2, f);
-  check_bitwise(two.y, one.y, "y");
-  for (size_t i = 0; i < one.grads.size(); ++i) check_bitwise(two.grads[i], one.grads[i]);
-}
-
-/// A sink with a destination of a dtype of its own.
-class BufferSink : public GradSink {
- public:
-  BufferSink(const Tensor& buffer, bool accumulate) : buffer_(buffer), accumulate_(accumulate) {}
-  GradDst destination(const Tensor&) override { return {buffer_, accumulate_}; }
-  void written(const Tensor&) override { accumulate_ = true; }
-
- private:
-  Tensor buffer_;
-  bool accumulate_;
-};
 
 const std::vector<std::pair<std::string, Function>>& unary_ops() {
   static const std::vector<std::pair<std::string, Function>> ops = {
@@ -101,109 +23,6 @@ const std::vector<std::pair<std::string, Function>>& unary_ops() {
 }
 
 }  // namespace
-
-// ---- add, sub, mul
-
-TEST_CASE("add, sub, mul: values with broadcasting", "[elementwise]") {
-  const Tensor a = from_values({1.0, 2.0, 3.0, 4.0, 5.0, 6.0}, {2, 3}, kF64);
-  const Tensor row = from_values({10.0, 20.0, 30.0}, {3}, kF64);
-  const Tensor column = from_values({2.0, -1.0}, {2, 1}, kF64);
-  check_close(add(a, row).to_vector(), {11, 22, 33, 14, 25, 36}, 0);
-  check_close(sub(row, a).to_vector(), {9, 18, 27, 6, 15, 24}, 0);
-  check_close(mul(a, column).to_vector(), {2, 4, 6, -4, -5, -6}, 0);
-  check_close(mul(column, row).to_vector(), {20, 40, 60, -10, -20, -30}, 0);
-  check_close(add(a, full({}, 0.5, kF64)).to_vector(), {1.5, 2.5, 3.5, 4.5, 5.5, 6.5}, 0);
-  check_close(sub(a, a.transpose(0, 1).contiguous().view({2, 3})).to_vector(), {0, -2, 1, -1, 2, 0},
-              0);
-  CHECK(add(full({}, 1), full({}, 2)).item() == 3);
-  CHECK(mul(empty({0, 3}), full({3}, 1)).shape() == Shape{0, 3});
-}
-
-TEST_CASE("add, sub, mul: operands may have any strides", "[elementwise]") {
-  const Tensor base = randn({5, 7, 6}, kF32);
-  const Tensor a = base.transpose(0, 2), b = base.narrow(2, 1, 5).transpose(0, 2);
-  check_bitwise(add(a, a), add(a.contiguous(), a.contiguous()));
-  check_bitwise(mul(b, a.narrow(0, 0, 5)), mul(b.contiguous(), a.narrow(0, 0, 5).contiguous()));
-}
-
-TEST_CASE("add, sub, mul: backward matches finite differences", "[elementwise]") {
-  const std::vector<std::pair<Shape, Shape>> shapes = {
-      {{3, 4}, {3, 4}},    {{3, 4}, {4}},       {{2, 3, 4}, {3, 1}},       {{5}, {}},
-      {{2, 1, 3}, {4, 1}}, {{1, 1}, {1}},       {{2, 3, 2, 3}, {3, 1, 3}}, {{}, {}},
-      {{1, 3}, {2, 1, 1}}, {{2, 3}, {1, 2, 3}}, {{2, 3, 2}, {2, 1, 2}}};
-  for (const auto& s : shapes) {
-    CAPTURE(fmt::format("{} {}", s.first, s.second));
-    const Tensors inputs = {leaf(s.first, kF64, 1), leaf(s.second, kF64, 2)};
-    gradcheck([](const Tensors& t) { return add(t[0], t[1]); }, inputs);
-    gradcheck([](const Tensors& t) { return sub(t[0], t[1]); }, inputs);
-    gradcheck([](const Tensors& t) { return sub(t[1], t[0]); }, inputs);
-    gradcheck([](const Tensors& t) { return mul(t[0], t[1]); }, inputs);
-  }
-}
-
-TEST_CASE("mul: the same tensor twice", "[elementwise]") {
-  gradcheck([](const Tensors& t) { return mul(t[0], t[0]); }, {leaf({3, 5})});
-  gradcheck(
-      [](const Tensors& t) {
-        const Tensor x = scale(t[0], 2);
-        return mul(x, mul(x, x));
-      },
-      {leaf({7})});
-  const Tensor x = leaf_of({3.0, -2.0});
-  backward(add(x, x), full({2}, 1, kF64));
-  check_close(x.grad().to_vector(), {2, 2}, 0);
-}
-
-TEST_CASE("add, sub, mul: f32, bf16 and f16 match f64", "[elementwise]") {
-  const std::vector<std::vector<Shape>> shapes = {
-      {{1}, {1}}, {{13, 37}, {13, 37}}, {{13, 37}, {37}}, {{13, 37}, {13, 1}}, {{3, 1, 5}, {7, 1}}};
-  for (const auto& s : shapes) {
-    check_dtypes([](const Tensors& t) { return add(t[0], t[1]); }, s);
-    check_dtypes([](const Tensors& t) { return sub(t[0], t[1]); }, s);
-    check_dtypes([](const Tensors& t) { return mul(t[0], t[1]); }, s);
-  }
-}
-
-TEST_CASE("mul: a broadcast weight's gradient is summed over many rows without drift",
-          "[elementwise]") {
-  // 4097 terms of 1 + 2^-7: a sum kept in bf16 would stop at 256.
-  Tensor w = full({3}, 1, kBF16).set_requires_grad(true);
-  const Tensor x = full({4097, 3}, 1.0078125, kBF16);
-  const Tensor dw = empty({3}, kF32);
-  set_grad_sink(w, std::make_shared<BufferSink>(dw, false));
-  backward(mul(x, w), full({4097, 3}, 1, kBF16));
-  check_close(dw.to_vector(), std::vector<double>(3, 4097 * 1.0078125), 1e-7);
-}
-
-TEST_CASE("add, mul: gradients accumulate into a destination of another dtype", "[elementwise]") {
-  for (const bool accumulate : {false, true}) {
-    for (const Shape& shape : {Shape{3, 4}, Shape{4}, Shape{3, 1}}) {
-      CAPTURE(accumulate, fmt::format("{}", shape));
-      const Tensor x = randn({3, 4}, kBF16, 5), dy = randn({3, 4}, kBF16, 6);
-      const double before = accumulate ? 2 : 0;
-      for (const bool is_mul : {false, true}) {
-        Tensor w = randn(shape, kBF16, 7).set_requires_grad(true);
-        // Where nothing is accumulated, old bytes must not matter.
-        const Tensor dw = full(shape, accumulate ? 2 : NAN, kF32);
-        set_grad_sink(w, std::make_shared<BufferSink>(dw, accumulate));
-        backward(is_mul ? mul(x, w) : sub(x, w), dy);
-        Tensor w64 = w.detach().to(kF64).clone().set_requires_grad(true);
-        const Tensor x64 = x.to(kF64);
-        backward(is_mul ? mul(x64, w64) : sub(x64, w64), dy.to(kF64));
-        std::vector<double> expected = w64.grad().to_vector();
-        for (double& v : expected) v += before;
-        check_close(dw.to_vector(), expected, tol(kF32));
-      }
-    }
-  }
-}
-
-TEST_CASE("add, mul: results do not depend on the number of threads", "[elementwise]") {
-  check_same_on_threads([] {
-    return run([](const Tensors& t) { return mul(add(t[0], t[1]), t[2]); },
-               {randn({313, 517}, kF32, 1), randn({517}, kF32, 2), randn({313, 1}, kF32, 3)}, kF32);
-  });
-}
 
 // ---- activations
 
@@ -431,11 +250,6 @@ TEST_CASE("split: a retained graph can be walked twice", "[elementwise]") {
 
 TEST_CASE("elementwise: errors name the op and what came", "[elementwise]") {
   const Tensor f = full({2, 3}, 1), b = full({2, 3}, 1, kBF16), i = full({2, 3}, 1, kI32);
-  check_error([&] { add(f, full({4}, 1)); }, {"add: ", "[4]"});
-  CHECK_THROWS_AS(add(f, full({4}, 1)), ShapeError);
-  check_error([&] { mul(f, b); }, {"mul: the operands must have one dtype", "f32 vs bf16"});
-  CHECK_THROWS_AS(mul(f, b), DtypeError);
-  check_error([&] { sub(i, i); }, {"sub: expected a floating dtype, got i32"});
   check_error([&] { scale(i, 2); }, {"scale: expected a floating dtype, got i32"});
   check_error([&] { gelu(i); }, {"gelu: expected a floating dtype, got i32"});
   check_error([&] { relu(i); }, {"relu: expected a floating dtype, got i32"});
@@ -452,19 +266,6 @@ TEST_CASE("elementwise: errors name the op and what came", "[elementwise]") {
 
 TEST_CASE("elementwise: costs", "[elementwise]") {
   float dummy[1];
-  const kernels::Binary row_add{.dst = dummy,
-                                .a = dummy,
-                                .b = dummy,
-                                .dst_dtype = kF32,
-                                .dtype = kBF16,
-                                .op = kernels::BinaryOp::kAdd,
-                                .shape = {8, 16},
-                                .dst_strides = {16, 1},
-                                .a_strides = {16, 1},
-                                .b_strides = {0, 1}};
-  CHECK(row_add.cost().flops() == 128);
-  CHECK(row_add.cost().bytes_read() == 128 * 2 + 16 * 2);
-  CHECK(row_add.cost().bytes_written() == 128 * 4);
   const kernels::ActivationFwd fwd{dummy, dummy, kF16, kernels::Activation::kRelu, 4, 8, 8};
   CHECK(fwd.cost().flops() == 32);
   CHECK(fwd.cost().bytes() == 2 * 32 * 2);

@@ -2,6 +2,7 @@
 
 #include "kernels/elementwise/elementwise.h"
 #include "kernels/embedding/kernel.h"
+#include "kernels/pointwise/pointwise.h"
 #include "test/testing.h"
 
 using namespace tessera;

@@ -4,6 +4,7 @@
 
 #include "core/recompute.h"
 #include "kernels/elementwise/elementwise.h"
+#include "kernels/pointwise/pointwise.h"
 #include "kernels/random/kernel.h"
 #include "test/testing.h"
 

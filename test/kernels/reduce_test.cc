@@ -145,6 +145,55 @@ TEST_CASE("sum, mean: backward matches finite differences", "[reduce]") {
   }
 }
 
+TEST_CASE("sum, mean: several dimensions at once", "[reduce]") {
+  const Tensor x = randn({3, 4, 5, 2}, kF64);
+  check_close(sum(x, {1, 2}), sum(sum(x, 2), 1), 1e-14);
+  check_close(mean(x, {0, -1}, true), mean(mean(x, -1, true), 0, true), 1e-14);
+  CHECK(sum(x, {0, 2}).shape() == Shape{4, 2});
+  CHECK(mean(x, {0, 2}, true).shape() == Shape{1, 4, 1, 2});
+  CHECK(sum(x, {3, 2, 1, 0}).shape() == Shape{});
+  gradcheck([](const Tensors& t) { return sum(t[0], {0, 2}); }, {leaf({2, 3, 4})});
+  gradcheck(
+      [](const Tensors& t) {
+        return mean(t[0].transpose(0, 2), {0, 1}, true);
+      },
+      {leaf({2, 3, 4})});
+  check_error([&] { sum(x, {1, -3}); }, {"sum: dimension -3 of [3, 4, 5, 2] is named twice"});
+  check_error([&] { mean(empty({2, 0}), {0, 1}); }, {"mean: there is no mean of nothing"});
+}
+
+TEST_CASE("cumsum: values, shapes and dtypes", "[reduce]") {
+  const Tensor x = from_values({1.0, 2.0, 3.0, 4.0, 5.0, 6.0}, {3, 2}, kF32);
+  check_close(cumsum(x, 0).to_vector(), {1, 2, 4, 6, 9, 12}, 0);
+  check_close(cumsum(x, -1).to_vector(), {1, 3, 3, 7, 5, 11}, 0);
+  for (const DType dtype : {kF32, kBF16, kF16, kF64}) {
+    for (const Shape& shape : {Shape{2, 2500}, Shape{1300, 3}, Shape{2, 5, 300}, Shape{3, 0}}) {
+      CAPTURE(name_of(dtype), fmt::format("{}", shape));
+      const Tensor t = randn(shape, dtype), y = cumsum(t, 1 - shape.num_dims() + 1);
+      CHECK(y.dtype() == dtype);
+      check_close(y, cumsum(t.to(kF64), 1 - shape.num_dims() + 1), tol(dtype));
+    }
+  }
+  // Small terms behind a large one, and a bf16 sum that would stop at 256.
+  std::vector<double> values(5000, 1.0);
+  values[0] = 16777216;
+  CHECK(cumsum(from_values(std::span<const double>(values), {5000}, kF32), 0).to_vector()[4999] ==
+        16777216 + 5000);  // 4999 to f32's even neighbour
+  CHECK(cumsum(full({4096}, 1, kBF16), 0).to_vector()[4095] == 4096);
+}
+
+TEST_CASE("cumsum: backward matches finite differences", "[reduce]") {
+  for (const int dim : {0, 1, 2}) {
+    gradcheck([&](const Tensors& t) { return cumsum(t[0], dim); }, {leaf({3, 4, 2})});
+    gradcheck([&](const Tensors& t) { return cumsum(t[0].transpose(0, 2), dim); },
+              {leaf({3, 4, 2})});
+  }
+  CHECK_THROWS_AS(cumsum(full({2}, 1), 1), ShapeError);
+  CHECK_THROWS_AS(cumsum(full({}, 1), 0), ShapeError);
+  check_error([] { cumsum(full({2}, 1, kI32), 0); },
+              {"cumsum: expected a floating dtype, got i32"});
+}
+
 TEST_CASE("sum: gradients add up over uses", "[reduce]") {
   Tensor x = leaf({2, 3});
   backward(sum(x));
@@ -364,6 +413,10 @@ TEST_CASE("reduce: costs", "[reduce]") {
   CHECK(small.cost().flops() == 600);
   CHECK(small.cost().bytes_read() == 600 * 2 + 6 * 4);
   CHECK(small.cost().bytes_written() == 6 * 4);
+  const kernels::Cumsum scan{dummy, dummy, kF32, kBF16, 2, 100, 3, false, true};
+  CHECK(scan.cost().flops() == 600);
+  CHECK(scan.cost().bytes_read() == 600 * 2 + 600 * 4);
+  CHECK(scan.cost().bytes_written() == 600 * 4);
   const kernels::PartialNorm norm{doubles, nullptr, doubles, dummy, nullptr, kF32, 1000, 0, 2};
   CHECK(norm.cost().flops() == 2000);
   CHECK(norm.cost().bytes_read() == 4000);

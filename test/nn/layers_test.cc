@@ -2,6 +2,7 @@
 
 #include "core/autograd.h"
 #include "kernels/elementwise/elementwise.h"
+#include "kernels/pointwise/pointwise.h"
 #include "kernels/matmul/matmul.h"
 #include "nn/dropout.h"
 #include "nn/embedding.h"

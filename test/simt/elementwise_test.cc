@@ -10,8 +10,6 @@ namespace {
 using kernels::Activation;
 using kernels::ActivationBwd;
 using kernels::ActivationFwd;
-using kernels::Binary;
-using kernels::BinaryOp;
 using kernels::Scale;
 using kernels::SwigluBwd;
 using kernels::SwigluFwd;
@@ -38,81 +36,6 @@ void check_same(const std::function<std::vector<Tensor>(bool)>& run, DType dtype
   for (size_t i = 0; i < expected.size(); ++i) {
     const double tolerance = std::max(tol(expected[i].dtype(), 4), tol(dtype) / 16);
     check_close(actual[i], expected[i], tolerance, fmt::format("output {}", i));
-  }
-}
-
-// ---- binary -------------------------------------------------------------------------------------
-
-struct BinaryCase {
-  DType dst_dtype = kF32, dtype = kF32;
-  BinaryOp op = BinaryOp::kAdd;
-  Shape shape;
-  Strides dst, a, b;
-  bool accumulate = false;
-  int64_t offset = 0;
-};
-
-void check_binary(const BinaryCase& c) {
-  INFO(fmt::format("{} <- {}, op {}, shape {}, strides {} <- {} {}, accumulate {}, offset {}",
-                   c.dst_dtype, c.dtype, static_cast<int>(c.op), c.shape, c.dst, c.a, c.b,
-                   c.accumulate, c.offset));
-  const auto numel = [&](const Strides& s) { return kernels::span_nbytes(c.shape, s, kU8); };
-  const DeviceBuffer a(randn({numel(c.a)}, c.dtype, 1), c.offset),
-      b(randn({numel(c.b)}, c.dtype, 2), c.offset);
-  check_same(
-      [&](bool on_device) {
-        const DeviceBuffer dst(randn({numel(c.dst)}, c.dst_dtype, 3), c.offset);
-        const Binary args{dst.data(), a.data(), b.data(), c.dst_dtype, c.dtype,     c.op,
-                          c.shape,    c.dst,    c.a,      c.b,         c.accumulate};
-        on_device ? kernels::cuda::binary(nullptr, args) : kernels::cpu::binary(args);
-        return std::vector<Tensor>{dst.tensor()};
-      },
-      c.dtype);
-}
-
-BinaryCase flat_binary(int64_t numel) {
-  BinaryCase c;
-  c.shape = {numel}, c.dst = c.a = c.b = {1};
-  return c;
-}
-
-TEST_CASE("simt binary: any op and dtypes", "[elementwise][simt]") {
-  for (const DType dtype : kDtypes) {
-    for (const DType dst : kDtypes) {
-      for (const BinaryOp op : {BinaryOp::kAdd, BinaryOp::kSub, BinaryOp::kMul}) {
-        BinaryCase c = flat_binary(304);
-        c.dtype = dtype, c.dst_dtype = dst, c.op = op, c.accumulate = op == BinaryOp::kMul;
-        check_binary(c);
-      }
-    }
-  }
-}
-
-TEST_CASE("simt binary: lengths and addresses off the vectors", "[elementwise][simt]") {
-  for (const int64_t numel : {1, 7, 8, 255, 4096, 4097, 20008}) {
-    BinaryCase c = flat_binary(numel);
-    c.dtype = c.dst_dtype = kBF16;
-    check_binary(c);
-  }
-  BinaryCase c = flat_binary(512);
-  c.offset = 1;
-  check_binary(c);
-}
-
-TEST_CASE("simt binary: broadcasts and strides", "[elementwise][simt]") {
-  for (const bool accumulate : {false, true}) {
-    for (const DType dtype : {kF32, kBF16}) {
-      const auto check = [&](const Shape& shape, const Strides& dst, const Strides& a,
-                             const Strides& b) {
-        check_binary({kF32, dtype, BinaryOp::kMul, shape, dst, a, b, accumulate, 0});
-      };
-      check({5, 48}, {48, 1}, {48, 1}, {0, 1});     // a bias
-      check({5, 48}, {48, 1}, {48, 1}, {1, 0});     // a factor a row
-      check({5, 48}, {48, 1}, {144, 1}, {144, 1});  // slices of a packed buffer
-      check({5, 47}, {47, 1}, {50, 1}, {0, 0});     // a scalar
-      check({2, 3, 4, 8}, {96, 32, 8, 1}, {96, 8, 24, 1}, {0, 8, 0, 1});  // heads before time
-      check({7, 9}, {1, 7}, {9, 1}, {9, 1});  // a transposed destination
-    }
   }
 }
 
@@ -268,8 +191,6 @@ TEST_CASE("simt swiglu: one gradient alone", "[elementwise][simt]") {
 
 TEST_CASE("simt elementwise: no elements launch nothing, f64 is refused", "[elementwise][simt]") {
   kernels::cuda::scale(nullptr, {nullptr, nullptr, kF32, kF32, 1, 0, 8, 8, 8});
-  kernels::cuda::binary(
-      nullptr, {nullptr, nullptr, nullptr, kF32, kF32, BinaryOp::kAdd, {0}, {1}, {1}, {1}});
   CHECK_THAT(error_of([] {
                kernels::cuda::scale(nullptr, {nullptr, nullptr, kF32, kF64, 1, 1, 8, 8, 8});
              }),
@@ -289,17 +210,6 @@ TEST_CASE("simt elementwise: rows of more than 2^32 bytes", "[elementwise][simt]
   kernels::cuda::scale(nullptr,
                        {y.data(), x.data(), kBF16, kBF16, 2.0, kRows, kCols, kStride, kStride});
   CHECK(static_cast<float>(y.as<BFloat16>()[last]) == 6.0f);
-  kernels::cuda::binary(nullptr, {y.data(),
-                                  x.data(),
-                                  x.data(),
-                                  kBF16,
-                                  kBF16,
-                                  BinaryOp::kMul,
-                                  {kRows, kCols},
-                                  {kStride, 1},
-                                  {kStride, 1},
-                                  {kStride, 1}});
-  CHECK(static_cast<float>(y.as<BFloat16>()[last]) == 9.0f);
 }
 
 }  // namespace

@@ -99,6 +99,33 @@ TEST_CASE("simt sum: the order does not depend on the address", "[reduce][simt]"
   check_bitwise(run_sum(c, true)[0], aligned, "sum");
 }
 
+TEST_CASE("simt cumsum: along and across, both ways, any dtypes", "[reduce][simt]") {
+  struct Extent {
+    int64_t outer, length, inner;
+  };
+  for (const Extent& e : {Extent{3, 1, 1}, Extent{3, 33, 1}, Extent{2, 2500, 1}, Extent{2, 21, 40},
+                          Extent{1, 8, 300}, Extent{5, 3, 2}}) {
+    for (const DType dtype : kDtypes) {
+      for (const bool reverse : {false, true}) {
+        const DType dst = reverse ? kF32 : dtype;
+        INFO(fmt::format("{} <- {}, [{}, {}, {}], reverse {}", dst, dtype, e.outer, e.length,
+                         e.inner, reverse));
+        const Shape shape{e.outer, e.length, e.inner};
+        const DeviceBuffer x(randn(shape, dtype, 1));
+        const auto run = [&](bool on_device) {
+          const DeviceBuffer y(randn(shape, dst, 2));
+          const kernels::Cumsum args{y.data(), x.data(), dst,     dtype,  e.outer,
+                                     e.length, e.inner,  reverse, reverse};
+          on_device ? kernels::cuda::cumsum(nullptr, args) : kernels::cpu::cumsum(args);
+          return std::vector<Tensor>{y.tensor()};
+        };
+        const auto actual = run_in_all_schedules([&] { return run(true); });
+        check_close(actual[0], run(false)[0], tol(dst, e.length), "cumsum");
+      }
+    }
+  }
+}
+
 TEST_CASE("num_sum_chunks: CUDA cuts until there is work, never below a block", "[reduce][simt]") {
   const auto chunks = [](int64_t outer, int64_t length, int64_t inner) {
     return kernels::num_sum_chunks(outer, length, inner, DeviceType::kCuda);
@@ -251,6 +278,11 @@ TEST_CASE("simt clip_factor: the CPU kernel's bits", "[reduce][simt]") {
 }
 
 TEST_CASE("simt reduce: f64 is for the CPU", "[reduce][simt]") {
+  kernels::cuda::cumsum(nullptr, {nullptr, nullptr, kF32, kF32, 2, 0, 1});
+  CHECK_THAT(error_of([] {
+               kernels::cuda::cumsum(nullptr, {nullptr, nullptr, kF32, kF64, 1, 1, 1});
+             }),
+             Catch::Matchers::Contains("cumsum: no CUDA kernel for dtype f64"));
   CHECK_THAT(error_of([] {
                kernels::cuda::sum(nullptr, {nullptr, nullptr, nullptr, kF32, kF64, 1, 1, 1});
              }),

@@ -12,7 +12,7 @@ import subprocess
 import sys
 
 # Family: what the names of its kernels that must not use local memory contain, in any case.
-WATCHED = {"attention": "", "optimizer": "adamw"}
+WATCHED = {"attention": "", "optimizer": "adamw", "pointwise": "", "shaping": ""}
 
 # Bytes of shared memory that a block may ask for on sm_80; sm_90 has more.
 MAX_DYNAMIC = 163 * 1024

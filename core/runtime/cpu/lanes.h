@@ -1,9 +1,11 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <iterator>
 #include <type_traits>
 #include <utility>
 #if defined(__AVX2__)
@@ -418,8 +420,8 @@ struct IntegerPart {
 #endif
 };
 
-/// exp(x) for x <= 88: within 2 ulp in f32, 2^-16 relative for f16, 2^-13 for bf16; 0 below -87.3
-/// (also for -inf), NaN for NaN. x log2(e) = n + f, 2^n 2^f.
+/// exp(x) for x <= 88.72283: within 2 ulp in f32, 2^-16 relative for f16, 2^-13 for bf16; 0 below
+/// -87.3 (also for -inf), NaN for NaN. x log2(e) = n + f, 2^n 2^f.
 template <class T, class C = ComputeType<T>>
 inline Vector<C> exp_lanes(Vector<C> x) {
   if constexpr (std::is_same_v<C, double>) {
@@ -445,6 +447,64 @@ template <class T>
 inline Vector<float> pow2_lanes(Vector<float> x) {
   const IntegerPart part(x);
   return part.scale(pow2_fraction<T>(part.f));
+}
+
+/// ln(x) within 2 ulp; -inf for 0, NaN below. x = 2^n m, m in [sqrt(1/2), sqrt(2)); a polynomial
+/// (own fit) in m - 1.
+template <class C>
+inline Vector<C> log_lanes(Vector<C> x) {
+  if constexpr (std::is_same_v<C, double>) {
+    for (int i = 0; i < kLanes<C>; ++i) x[i] = std::log(x[i]);
+    return x;
+  } else {
+    typedef int32_t Int __attribute__((vector_size(kVectorBytes)));
+    constexpr int32_t kSqrtHalf = 0x3f3504f3;
+    constexpr float kLog[] = {-7.634429907e-2f, 1.276155036e-1f, -1.316019505e-1f, 1.420176247e-1f,
+                              -1.662335648e-1f, 2.000122667e-1f, -2.500082106e-1f, 3.333333171e-1f};
+    const Int is_tiny = x < 1.17549435e-38f;  // subnormal numbers are made normal
+    const auto bits = (Int)(is_tiny ? x * 8388608.0f : x);
+    const Int exponent = (bits - kSqrtHalf) >> 23;
+    const Vector<float> f = (Vector<float>)(bits - (exponent << 23)) - 1.0f;
+    const Vector<float> n = __builtin_convertvector(exponent + (is_tiny & -23), Vector<float>);
+    Vector<float> p = kLog[0] * f + kLog[1];
+    for (size_t i = 2; i < std::size(kLog); ++i) p = p * f + kLog[i];
+    const Vector<float> square = f * f, rest = n * -2.12194440e-4f + square * f * p;
+    const Vector<float> y = n * 0.693359375f + (f + (rest - 0.5f * square));
+    const Vector<float> nan = broadcast(std::bit_cast<float>(0x7fc00000));
+    const Vector<float> inf = broadcast(std::bit_cast<float>(0x7f800000));
+    return x > 0.0f ? (x < inf ? y : inf) : (x == 0.0f ? -inf : nan);
+  }
+}
+
+/// tanh(x) within 4 ulp: an odd polynomial (own fit) near 0, beyond by the exponential.
+template <class C>
+inline Vector<C> tanh_lanes(Vector<C> x) {
+  if constexpr (std::is_same_v<C, double>) {
+    for (int i = 0; i < kLanes<C>; ++i) x[i] = std::tanh(x[i]);
+    return x;
+  } else {
+    constexpr float kTanh[] = {-5.717036561e-3f, 2.065057900e-2f, -5.374349526e-2f, 1.333149125e-1f,
+                               -3.333328392e-1f};
+    const Vector<float> magnitude = abs_of<C>(x), square = x * x;
+    Vector<float> p = kTanh[0] * square + kTanh[1];
+    for (size_t i = 2; i < std::size(kTanh); ++i) p = p * square + kTanh[i];
+    const Vector<float> e = exp_lanes<C>(min_of<C>(broadcast(20.0f), magnitude + magnitude));
+    const Vector<float> large = 1.0f - 2.0f / (e + 1.0f);
+    return magnitude < 0.625f ? x + x * square * p : (x < 0.0f ? -large : large);
+  }
+}
+
+template <class C>
+inline Vector<C> sqrt_lanes(Vector<C> x) {
+#if TESSERA_AVX512
+  if constexpr (sizeof(C) == 8) return (Vector<C>)_mm512_maskz_sqrt_pd(0xff, (__m512d)x);
+  if constexpr (sizeof(C) == 4) return (Vector<C>)_mm512_maskz_sqrt_ps(kEveryLane, (__m512)x);
+#elif defined(__AVX2__)
+  if constexpr (sizeof(C) == 8) return (Vector<C>)_mm256_sqrt_pd((__m256d)x);
+  if constexpr (sizeof(C) == 4) return (Vector<C>)_mm256_sqrt_ps((__m256)x);
+#endif
+  for (int i = 0; i < kLanes<C>; ++i) x[i] = std::sqrt(x[i]);
+  return x;
 }
 
 /// 1 / x; for bf16 results within 2^-14 where the processor has an instruction for that.

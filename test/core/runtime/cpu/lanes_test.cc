@@ -93,6 +93,38 @@ void check_pow2(double bound) {
   CHECK(cpu::pow2_lanes<T>(cpu::broadcast(-126.0f))[0] == 0x1p-126f);
 }
 
+TEST_CASE("lanes: log and tanh are within a few units in the last place", "[lanes]") {
+  double worst_log = 0, worst_tanh = 0;
+  const auto check = [&](float x) {
+    const auto relative = [](float value, double exact) {
+      return exact == 0 ? std::fabs(static_cast<double>(value))
+                        : std::fabs(static_cast<double>(value) - exact) / std::fabs(exact);
+    };
+    const auto wide = static_cast<double>(x);
+    worst_tanh = std::max(worst_tanh,
+                          relative(cpu::tanh_lanes<float>(cpu::broadcast(x))[0], std::tanh(wide)));
+    if (x <= 0) return;
+    worst_log =
+        std::max(worst_log, relative(cpu::log_lanes<float>(cpu::broadcast(x))[0], std::log(wide)));
+  };
+  sweep(0x1p-120f, 0.5f, check);
+  sweep(0.5f, 2.0f, check);
+  sweep(2.0f, 0x1p127f, check);
+  CHECK(worst_log < 0x1p-22);
+  CHECK(worst_tanh < 0x1p-21);
+}
+
+TEST_CASE("lanes: log at the ends, for subnormal numbers, infinities and NaN", "[lanes]") {
+  const auto log_of = [](float x) { return cpu::log_lanes<float>(cpu::broadcast(x))[0]; };
+  CHECK(log_of(0.0f) == -kInf);
+  CHECK(log_of(-0.0f) == -kInf);
+  CHECK(log_of(1.0f) == 0.0f);
+  CHECK(log_of(kInf) == kInf);
+  CHECK(std::isnan(log_of(-1.0f)));
+  CHECK(std::isnan(log_of(std::numeric_limits<float>::quiet_NaN())));
+  CHECK(std::fabs(log_of(0x1p-149f) + 149 * 0.69314718f) < 1e-5f);
+}
+
 TEST_CASE("lanes: pow2 has the accuracy that its result type asks for, up to the ends", "[lanes]") {
   check_pow2<Float16>(0x1p-18);
   check_pow2<BFloat16>(0x1p-13);
