@@ -6,6 +6,7 @@
 #include <mutex>
 #include <vector>
 
+#include "core/log.h"
 #include "core/tensor.h"
 #include "kernels/attention/cudnn_graph.h"
 
@@ -19,6 +20,17 @@
 // Its backward adds parts of dQ by atomics: it is not bitwise repeatable.
 
 namespace tessera::kernels {
+
+// Through 9.15.0 the backward of a graph without a padding mask reads past the last key of a tile:
+// its gradients are NaN or wrong.
+std::string cudnn_backward_problem(int64_t version, int64_t num_keys) {
+  constexpr int64_t kMended = 91501, kTile = 128;
+  if (version >= kMended || num_keys % kTile == 0) return {};
+  return fmt::format(
+      "cuDNN {}.{}.{} computes a wrong backward of {} keys, which is no multiple of {} (mended in "
+      "9.15.1)",
+      version / 10000, version / 100 % 100, version % 100, num_keys, kTile);
+}
 
 #if TESSERA_HAS_CUDNN
 
@@ -361,9 +373,20 @@ bool cudnn_takes(const AttentionFwd& a) {
 }
 
 bool cudnn_takes(const AttentionBwd& a) {
+  const bool is_there = cudnn_problem().empty();
+  return cudnn_takes(a, is_there ? static_cast<int64_t>(api().version()) : CUDNN_VERSION);
+}
+
+bool cudnn_takes(const AttentionBwd& a, int64_t version) {
   if (a.dq == nullptr || a.dk == nullptr || a.dv == nullptr) return false;
   if (a.accumulate_dq || a.accumulate_dk || a.accumulate_dv) return false;
   const HeadStrides o_strides = contiguous_strides(a.shape);
+  const std::string problem = cudnn_backward_problem(version, a.shape.num_keys);
+  if (!problem.empty()) {
+    static std::once_flag once;
+    std::call_once(once, [&] { log_warning("attention: {}; own kernels compute it", problem); });
+    return false;
+  }
   return takes_shape(a.shape) && is_whole(a.q, a.q_strides, a.shape) &&
          is_whole(a.k, a.k_strides, a.shape) && is_whole(a.v, a.v_strides, a.shape) &&
          is_whole(a.dq, a.dq_strides, a.shape) && is_whole(a.dk, a.dk_strides, a.shape) &&
@@ -443,6 +466,9 @@ bool cudnn_takes(const AttentionFwd&) {
   return false;
 }
 bool cudnn_takes(const AttentionBwd&) {
+  return false;
+}
+bool cudnn_takes(const AttentionBwd&, int64_t) {
   return false;
 }
 bool cudnn_attention_fwd(const Stream&, const AttentionFwd&) {

@@ -14,9 +14,15 @@ namespace tessera::kernels {
 const std::string& cudnn_problem();
 
 /// Whether cuDNN may take the problem: bf16 or f16 in rows of 16-byte multiples, no documents, no
-/// position bias, a positive scale; backward: all three gradients, none added to.
+/// position bias, a positive scale; backward: all three gradients, none added to, and nothing that
+/// this version of the library is known to compute wrongly (said once in the log).
 bool cudnn_takes(const AttentionFwd& a);
 bool cudnn_takes(const AttentionBwd& a);
+/// The same of a library of `version`, as cudnnGetVersion() has it: 91501 is 9.15.1.
+bool cudnn_takes(const AttentionBwd& a, int64_t version);
+
+/// Why the backward over so many keys is not right in a version of cuDNN; empty if it is.
+std::string cudnn_backward_problem(int64_t version, int64_t num_keys);
 
 /// Submits to a CUDA stream; false if cuDNN has no kernel for the shape (asked once a shape).
 /// Scratch memory comes from the stream's allocator.

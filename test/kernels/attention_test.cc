@@ -719,6 +719,26 @@ TEST_CASE("attention: what cuDNN is asked for", "[attention]") {
   CHECK_FALSE(bwd_with([](auto& a) { a.dq_strides.head += 1; }));
 }
 
+TEST_CASE("attention: cuDNN before 9.15.1 is not asked for a backward of keys off its tiles",
+          "[attention]") {
+  const bool is_built = kernels::cudnn_problem() != "this build has no cuDNN";
+  alignas(16) static char memory[16];
+  const kernels::AttentionBwd off = described_bwd({1, 64, 192, 2, 2, 64}, kBF16, memory),
+                              on = described_bwd({1, 64, 256, 2, 2, 64}, kBF16, memory);
+  for (const int64_t version : {90600, 91002, 91500}) {
+    CHECK_FALSE(kernels::cudnn_takes(off, version));
+    CHECK(kernels::cudnn_takes(on, version) == is_built);
+  }
+  for (const int64_t version : {91501, 91900}) {
+    CHECK(kernels::cudnn_takes(off, version) == is_built);
+    CHECK(kernels::cudnn_backward_problem(version, 192).empty());
+  }
+  CHECK(
+      kernels::cudnn_backward_problem(91002, 192) ==
+      "cuDNN 9.10.2 computes a wrong backward of 192 keys, which is no multiple of 128 (mended in "
+      "9.15.1)");
+}
+
 TEST_CASE("attention: the backend of CUDA devices changes nothing on the CPU", "[attention]") {
   CHECK(attention_backend() == AttentionBackend::kOwn);
   const Inputs in = make_inputs({1, 20, 20, 2, 1, 8}, kBF16);
