@@ -2,8 +2,8 @@
 
 #include "core/autograd.h"
 #include "kernels/elementwise/elementwise.h"
-#include "kernels/pointwise/pointwise.h"
 #include "kernels/matmul/matmul.h"
+#include "kernels/pointwise/pointwise.h"
 #include "nn/dropout.h"
 #include "nn/embedding.h"
 #include "nn/mlp.h"
