@@ -19,31 +19,35 @@
 //             that P' and dS' are a warp's own operands of dV += P' dO and dK += dS' Q. Q, dO and
 //             their statistics come in two stages. Blocks that see most queries start first.
 // Width 256   dK and dV do not fit into the registers together: two launches.
+// kSmall      Tiles for devices whose blocks have 99 KiB of shared memory (compute capability 8.6,
+//             8.9, 12.x) where the others take more: chosen at the launch, by what the device says.
 // Masks       as in the forward: tiles that see nothing of each other are skipped by block and
 //             warp, tiles on a border are masked.
 
 namespace tessera::kernels::cuda {
 namespace {
 
-template <int kWidth>
+template <int kWidth, bool kSmall = false>
 struct DqTiles {
-  static constexpr int kWarps = 4, kThreads = kWarps * kWarpSize;
+  static constexpr int kWarps = kSmall && kWidth > 128 ? 2 : 4, kThreads = kWarps * kWarpSize;
   static constexpr int kRowTiles = kWidth <= 128 ? 2 : 1;
   static constexpr int kWarpRows = 16 * kRowTiles, kRows = kWarps * kWarpRows;
-  static constexpr int kKeys = kWidth <= 64 ? 64 : 32;
+  static constexpr int kKeys = kWidth <= 64 ? 64 : kSmall ? 16 : 32;
   static constexpr int kPitch = kPitchOf<kWidth>;
   static constexpr int64_t kTileBytes = (2 * kRows + 4 * kKeys) * kPitch * sizeof(uint16_t);
   static constexpr int64_t kStatsOffset = kTileBytes + sizeof(QueryBlock<BFloat16, kWarps>);
   static constexpr size_t kSmemBytes = kStatsOffset + 2 * kRows * sizeof(float);
 };
 
-template <int kWidth>
+template <int kWidth, bool kSmall = false>
 struct DkvTiles {
   static constexpr int kRowTiles = kWidth <= 64 ? 2 : 1;
-  static constexpr int kWarps = kWidth <= 64 || kWidth > 128 ? 4 : 8;
+  static constexpr int kWarps = kWidth <= 64 ? 4 : kWidth <= 128 ? 8 : kSmall ? 2 : 4;
   static constexpr int kThreads = kWarps * kWarpSize;
   static constexpr int kWarpKeys = 16 * kRowTiles, kKeys = kWarps * kWarpKeys;
-  static constexpr int kQueries = kWidth <= 64 || kWidth > 128 ? 32 : 64;
+  static constexpr int kQueries = kSmall && kWidth > 96                    ? 16
+                                  : kSmall || kWidth <= 64 || kWidth > 128 ? 32
+                                                                           : 64;
   static constexpr int kPitch = kPitchOf<kWidth>;
   static constexpr int64_t kTileBytes = (2 * kKeys + 4 * kQueries) * kPitch * sizeof(uint16_t);
   static constexpr int64_t kBlockOffset = kTileBytes + 4 * kQueries * sizeof(float);
@@ -81,9 +85,10 @@ __device__ inline void scale_by(Accumulator<kRowTiles, kColTiles>& acc, float fa
   }
 }
 
-template <class T, int kWidth>
-__global__ void __launch_bounds__(DqTiles<kWidth>::kThreads, 2) flash_dq_kernel(const BwdParams a) {
-  using Tiles = DqTiles<kWidth>;
+template <class T, int kWidth, bool kSmall>
+__global__ void __launch_bounds__(DqTiles<kWidth, kSmall>::kThreads, 2)
+    flash_dq_kernel(const BwdParams a) {
+  using Tiles = DqTiles<kWidth, kSmall>;
   constexpr int kRowTiles = Tiles::kRowTiles, kKeys = Tiles::kKeys, kThreads = Tiles::kThreads;
   constexpr int kRowNumel = Tiles::kRows * Tiles::kPitch, kKeyNumel = kKeys * Tiles::kPitch;
   const Problem& p = a.problem;
@@ -185,10 +190,11 @@ __device__ inline void subtract_delta_columns(Accumulator<kRowTiles, kColTiles>&
 }
 
 /// kDk, kDv: which of the two this launch computes. A null destination is not written.
-template <class T, int kWidth, bool kDk, bool kDv>
-__global__ void __launch_bounds__(DkvTiles<kWidth>::kThreads, 8 / DkvTiles<kWidth>::kWarps)
+template <class T, int kWidth, bool kSmall, bool kDk, bool kDv>
+__global__ void __launch_bounds__(DkvTiles<kWidth, kSmall>::kThreads,
+                                  kWidth > 128 ? 2 : 8 / DkvTiles<kWidth, kSmall>::kWarps)
     flash_dkv_kernel(const BwdParams a) {
-  using Tiles = DkvTiles<kWidth>;
+  using Tiles = DkvTiles<kWidth, kSmall>;
   constexpr int kRowTiles = Tiles::kRowTiles, kThreads = Tiles::kThreads;
   constexpr int kQueries = Tiles::kQueries, kQueryNumel = kQueries * Tiles::kPitch;
   const Problem& p = a.problem;
@@ -275,42 +281,57 @@ __global__ void __launch_bounds__(DkvTiles<kWidth>::kThreads, 8 / DkvTiles<kWidt
   }
 }
 
-template <int kWidth>
+template <int kWidth, bool kSmall = false>
 LaunchConfig flash_dq_config(const AttentionShape& s) {
-  using Tiles = DqTiles<kWidth>;
+  using Tiles = DqTiles<kWidth, kSmall>;
   return {.grid = dim3(grid_blocks(s.batch * s.num_heads * ceil_div(s.num_queries, Tiles::kRows))),
           .block = dim3(Tiles::kThreads),
           .smem_bytes = Tiles::kSmemBytes};
 }
 
-template <int kWidth>
+template <int kWidth, bool kSmall = false>
 LaunchConfig flash_dkv_config(const AttentionShape& s) {
-  using Tiles = DkvTiles<kWidth>;
+  using Tiles = DkvTiles<kWidth, kSmall>;
   return {.grid = dim3(grid_blocks(s.batch * s.num_kv_heads * ceil_div(s.num_keys, Tiles::kKeys))),
           .block = dim3(Tiles::kThreads),
           .smem_bytes = Tiles::kSmemBytes};
 }
 
+/// Calls f<kSmall>() with whether the device needs the small tiles; those of widths that fit
+/// everywhere are never compiled.
+template <class Tiles, class F>
+void visit_tiles(F&& f) {
+  constexpr size_t kEverywhere = 99 * 1024;
+  if constexpr (Tiles::kSmemBytes > kEverywhere) {
+    if (Tiles::kSmemBytes > tessera::cuda::max_smem_bytes()) return f.template operator()<true>();
+  }
+  f.template operator()<false>();
+}
+
 template <class T, int kWidth>
 void launch_flash_dq(CUstream_st* stream, const AttentionBwd& a) {
-  LaunchConfig config = flash_dq_config<kWidth>(a.shape);
-  config.stream = stream;
-  launch("attention_dq", &flash_dq_kernel<T, kWidth>, config, make_bwd_params(a));
+  visit_tiles<DqTiles<kWidth>>([&]<bool kSmall>() {
+    LaunchConfig config = flash_dq_config<kWidth, kSmall>(a.shape);
+    config.stream = stream;
+    launch("attention_dq", &flash_dq_kernel<T, kWidth, kSmall>, config, make_bwd_params(a));
+  });
 }
 
 template <class T, int kWidth>
 void launch_flash_dkv(CUstream_st* stream, const AttentionBwd& a) {
-  LaunchConfig config = flash_dkv_config<kWidth>(a.shape);
-  config.stream = stream;
-  const BwdParams params = make_bwd_params(a);
-  if constexpr (kWidth <= 128) {
-    launch("attention_dkv", &flash_dkv_kernel<T, kWidth, true, true>, config, params);
-  } else {
-    if (a.dk != nullptr)
-      launch("attention_dk", &flash_dkv_kernel<T, kWidth, true, false>, config, params);
-    if (a.dv != nullptr)
-      launch("attention_dv", &flash_dkv_kernel<T, kWidth, false, true>, config, params);
-  }
+  visit_tiles<DkvTiles<kWidth>>([&]<bool kSmall>() {
+    LaunchConfig config = flash_dkv_config<kWidth, kSmall>(a.shape);
+    config.stream = stream;
+    const BwdParams params = make_bwd_params(a);
+    if constexpr (kWidth <= 128) {
+      launch("attention_dkv", &flash_dkv_kernel<T, kWidth, kSmall, true, true>, config, params);
+    } else {
+      if (a.dk != nullptr)
+        launch("attention_dk", &flash_dkv_kernel<T, kWidth, kSmall, true, false>, config, params);
+      if (a.dv != nullptr)
+        launch("attention_dv", &flash_dkv_kernel<T, kWidth, kSmall, false, true>, config, params);
+    }
+  });
 }
 
 }  // namespace

@@ -378,6 +378,18 @@ TEST_CASE("simt attention: first and last block above 2^32 bytes", "[attention][
   CHECK(static_cast<float>(at(dk, T - 1)[D - 1]) == 0);
 }
 
+TEST_CASE("simt attention: every head width on the shared memory of every device",
+          "[attention][simt]") {
+  for (const int64_t D : {64, 80, 96, 128, 256}) {
+    for (const simt::Device& device : simt::kDevices) {
+      INFO("width " << D << ", compute capability " << device.compute_capability);
+      const simt::OnDevice scope(device);
+      check_case({1, 45, 70, 2, 1, D}, kBF16);
+      if (device.max_shared_bytes < 100 * 1024) check_case({1, 130, 130, 2, 1, D, false}, kF16);
+    }
+  }
+}
+
 template <int kWidth>
 void check_geometry(size_t blocks_of_dkv) {
   INFO("width " << kWidth);

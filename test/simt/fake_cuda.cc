@@ -497,8 +497,9 @@ cudaError_t cudaGetDevice(int* device) {
   return cudaSuccess;
 }
 
-cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
-  *value = simt::kNumMultiprocessors;
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  *value = attribute == cudaDevAttrMultiProcessorCount ? simt::kNumMultiprocessors
+                                                       : static_cast<int>(simt::max_shared_bytes());
   return cudaSuccess;
 }
 

@@ -16,6 +16,7 @@
 namespace simt {
 
 struct Settings {
+  Device device = {90, 227 * 1024};
   Order order = Order::kForward;
   uint64_t seed = 1;
   std::vector<int64_t> only_blocks;

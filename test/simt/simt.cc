@@ -61,10 +61,12 @@ void check_geometry(const char* name, const Geometry& g) {
   check(g.grid.y <= kMaxGridYz && g.grid.z <= kMaxGridYz, "at most 65535 blocks along y and z");
   check(volume(g.block) > 0 && volume(g.block) <= kMaxBlock, "1 to 1024 threads");
   check(volume(g.block) % kWarpSize == 0, "whole warps of 32 threads");
-  check(g.smem_bytes <= kMaxSharedBytes, "at most 232448 bytes of shared memory");
+  check(g.smem_bytes <= max_shared_bytes(),
+        fmt::format("at most {} bytes of shared memory", max_shared_bytes()).c_str());
 }
 
-/// The most dynamic shared memory that each kernel was launched with, and its threads. Written at
+/// The most dynamic shared memory that each kernel was launched with on each device, and its
+/// threads: a line "name device threads bytes". Written at
 /// the end of the process to the file that TESSERA_SIMT_LAUNCHES names, for resources.py.
 class Launches {
  public:
@@ -72,18 +74,19 @@ class Launches {
     const char* path = std::getenv("TESSERA_SIMT_LAUNCHES");
     if (path == nullptr) return;
     std::ofstream file(path);
-    for (const auto& [name, most] : most_)
-      file << name << ' ' << most.second << ' ' << most.first << '\n';
+    for (const auto& [key, most] : most_) {
+      file << key.first << ' ' << key.second << ' ' << most.second << ' ' << most.first << '\n';
+    }
   }
   void add(const char* name, const Geometry& g) {
     const std::lock_guard lock(mutex_);
-    auto& most = most_[name];
+    auto& most = most_[{name, settings.device.compute_capability}];
     most = std::max(most, {g.smem_bytes, volume(g.block)});
   }
 
  private:
   std::mutex mutex_;
-  std::map<std::string, std::pair<size_t, int64_t>> most_;
+  std::map<std::pair<std::string, int>, std::pair<size_t, int64_t>> most_;
 };
 Launches launches;
 
@@ -104,6 +107,14 @@ void run_grid(const char* name, const Geometry& geometry, const std::function<vo
 }
 
 }  // namespace
+
+OnDevice::OnDevice(const Device& device) : previous_(std::exchange(settings.device, device)) {}
+OnDevice::~OnDevice() {
+  settings.device = previous_;
+}
+size_t max_shared_bytes() {
+  return settings.device.max_shared_bytes;
+}
 
 Schedule::Schedule(Order order, uint64_t seed)
     : previous_order_(std::exchange(settings.order, order)),

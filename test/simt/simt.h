@@ -32,7 +32,6 @@ namespace simt {
 
 constexpr int kWarpSize = 32;
 constexpr int kNumMultiprocessors = 4;
-constexpr size_t kMaxSharedBytes = 227 * 1024;  // of sm_90
 
 /// A mistake of a kernel or its launch; the text names kernel, block, thread, file and line.
 struct Error : std::runtime_error {
@@ -66,6 +65,27 @@ class Schedule {
   Order previous_order_;
   uint64_t previous_seed_;
 };
+
+/// Devices by compute capability, times 10, and the shared memory of a block.
+struct Device {
+  int compute_capability;
+  size_t max_shared_bytes;
+};
+constexpr Device kDevices[] = {{80, 163 * 1024}, {86, 99 * 1024},   {89, 99 * 1024},
+                               {90, 227 * 1024}, {100, 227 * 1024}, {120, 99 * 1024}};
+/// What launches of this thread run on for a scope; without one it is 90.
+class OnDevice {
+ public:
+  explicit OnDevice(const Device& device);
+  ~OnDevice();
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+
+ private:
+  Device previous_;
+};
+/// Of a block of this thread's launches.
+size_t max_shared_bytes();
 
 /// Launches of this thread run only these blocks (linear index; negative counts from the end) for
 /// a scope: OnlyBlocks({0, -1}) is the first and the last of a grid too large to run.
