@@ -99,7 +99,7 @@ void Scheduler::end_hold(Unit& unit, bool was_unsharded, const std::vector<bool>
   if ((is_due || !was_unsharded) && unit.active_calls == 0) unit.reshard();
   if (is_written.empty()) return;
   unit.invalidate();  // whatever this rank wrote, what counts is the shards
-  shards_ready_ = lanes_.compute.record();
+  shards_ready_ = {};
 }
 
 void Unit::write_shards(const std::vector<bool>& is_written) {

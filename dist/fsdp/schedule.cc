@@ -20,6 +20,9 @@ void Scheduler::gather(Unit& unit, const char* phase) {
   unit.is_ahead = false;
   if (unit.is_unsharded()) return;
   if (unit.residence() != Residence::kWhole) note(phase, unit);
+  // After whatever was submitted since the shards have changed: where a unit keeps its place, a
+  // gather writes the bytes that a save or a snapshot reads.
+  if (shards_ready_.impl() == nullptr) shards_ready_ = lanes_.compute.record();
   unit.unshard(shards_ready_, step_, phase);
 }
 

@@ -139,7 +139,7 @@ class Scheduler {
   bool is_last_micro_batch_ = true;
   int num_no_sync_ = 0;      // guards alive
   std::vector<Unit*> held_;  // unsharded, between calls
-  Event shards_ready_;       // the shards hold what gathers shall send
+  Event shards_ready_;       // what gathers wait for; none until the first since the last change
   int64_t step_ = 0;
   uint64_t program_hash_ = 0;
   int64_t num_issued_ = 0;

@@ -59,7 +59,7 @@ Scheduler::Scheduler(nn::Module& root, World& world, FsdpOptions options)
   make_buffers(root);
   install_hooks(root);
   for (size_t i = 0; i < units_.size(); ++i) order_.push_back({static_cast<int>(i), 0});
-  shards_ready_ = lanes_.compute.record();
+  shards_ready_ = {};
 }
 
 Scheduler::~Scheduler() {

@@ -69,7 +69,7 @@ void Scheduler::end_step() {
     unit->zero_grad();
     unit->invalidate();
   }
-  shards_ready_ = lanes_.compute.record();
+  shards_ready_ = {};
   is_last_micro_batch_ = true;
   lanes_.micro_batch = 0;
   if (world_.world_size() > 1) {

@@ -22,7 +22,7 @@ void Scheduler::initialize(uint64_t seed) {
     }
     unit->invalidate();
   }
-  shards_ready_ = lanes_.compute.record();
+  shards_ready_ = {};
 }
 
 void Scheduler::load_full(const std::function<Tensor(const std::string&)>& values) {
@@ -53,7 +53,7 @@ void Scheduler::shards_changed(optim::Optimizer* optimizer) {
     unit->invalidate();
   }
   if (optimizer != nullptr && optimizer->has_stochastic_rounding()) optimizer->round_low();
-  shards_ready_ = lanes_.compute.record();
+  shards_ready_ = {};
 }
 
 void Scheduler::for_each_full(Fsdp::State state,
