@@ -31,6 +31,7 @@ std::string fingerprint(const Corpus& corpus) {
     add(count);
     for (int64_t i = 0; i < std::min(count, kNumTokens); ++i) add(shard[i]);
     for (int64_t i = std::max<int64_t>(0, count - kNumTokens); i < count; ++i) add(shard[i]);
+    shard.check();
   }
   return fmt::format("{} tokens, {:016x}", corpus.num_tokens(), hasher.digest());
 }
@@ -73,7 +74,9 @@ std::optional<dist::Progress> Checkpointing::start(const dist::TrainingState& st
   const std::string& from = config_.checkpoint.resume;
   dist::ChosenCheckpoint chosen;
   if (from == "auto") {
-    chosen = dist::choose_checkpoint(world_, dir_, adopts_run_ ? "" : run_);
+    chosen = dist::choose_checkpoint(world_, dir_, adopts_run_ ? "" : run_,
+                                     config_.checkpoint.resume_skip_unreadable);
+    set_aside(chosen.damaged);
   } else if (from != "none") {
     std::string path;
     world_.control().verdict([&] { path = dist::resolve_checkpoint(from); });
@@ -104,14 +107,27 @@ std::optional<dist::Progress> Checkpointing::start(const dist::TrainingState& st
       progress && chosen.reader->dir() == dir_ + "/" + dist::step_directory_name(progress->step)
           ? progress->step
           : -1;
+  last_sample_ = progress ? progress->next_sample : -1;
   writer_ = std::make_unique<dist::CheckpointWriter>(
       world_, state,
       dist::CheckpointOptions{.dir = dir_,
                               .run = run_,
                               .keep = config_.checkpoint.keep,
                               .keep_best = config_.checkpoint.best,
-                              .damaged = chosen.damaged});
+                              .leave_alone = chosen.unreadable});
   return progress;
+}
+
+/// Damaged checkpoints make room for new ones of their steps and stay for whoever can mend them.
+void Checkpointing::set_aside(const std::vector<std::string>& damaged) const {
+  if (world_.rank() != 0) return;
+  for (const std::string& dir : damaged) {
+    try {
+      log_warning("{}: damaged, kept as {}", dir, dist::set_checkpoint_aside(dir));
+    } catch (const IoError& error) {
+      log_warning("{}", error.what());
+    }
+  }
 }
 
 void Checkpointing::check_identity(const dist::CheckpointReader& reader,
@@ -176,8 +192,10 @@ void Checkpointing::add_val_loss(const dist::Progress& progress) {
 
 void Checkpointing::save(const dist::Progress& progress) {
   last_begin_ = std::chrono::steady_clock::now();
-  if (progress.step == last_step_) return;
+  // The same step with other samples is one that a rewind has come to again.
+  if (progress.step == last_step_ && progress.next_sample == last_sample_) return;
   last_step_ = progress.step;
+  last_sample_ = progress.next_sample;
   report(writer_->begin(progress));
 }
 

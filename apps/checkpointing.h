@@ -69,6 +69,7 @@ class Checkpointing {
   const std::string& resumed_from() const { return resumed_from_; }
 
  private:
+  void set_aside(const std::vector<std::string>& damaged) const;
   void report(const std::optional<dist::SaveResult>& result);
   void check_identity(const dist::CheckpointReader& reader, const RunIdentity& identity) const;
   void print_changes(const dist::CheckpointReader& reader) const;
@@ -80,8 +81,8 @@ class Checkpointing {
   Print print_;
   std::unique_ptr<dist::CheckpointWriter> writer_;
   bool adopts_run_ = false;  // the directory does not say of which run its checkpoints are
-  int64_t last_step_ = -1;   // that was saved or loaded
-  int64_t num_errors_ = 0;   // in a row
+  int64_t last_step_ = -1, last_sample_ = -1;  // that was saved or loaded
+  int64_t num_errors_ = 0;                     // in a row
 };
 
 }  // namespace tessera::apps

@@ -22,12 +22,15 @@ void print(const std::string& text) {
   }
 }
 
-/// The short names of two keys that belong on the command line.
+/// The short names of keys that belong on the command line.
 std::string full_name(const std::string& argument) {
   if (argument == "--resume.override") return "--checkpoint.resume_override=true";
   if (argument == "--output.overwrite") return "--output.overwrite=true";
-  for (const auto& [name, key] : {std::pair{"--resume.override", "--checkpoint.resume_override"},
-                                  std::pair{"--resume", "--checkpoint.resume"}}) {
+  if (argument == "--resume.skip_unreadable") return "--checkpoint.resume_skip_unreadable=true";
+  for (const auto& [name, key] :
+       {std::pair{"--resume.override", "--checkpoint.resume_override"},
+        std::pair{"--resume.skip_unreadable", "--checkpoint.resume_skip_unreadable"},
+        std::pair{"--resume", "--checkpoint.resume"}}) {
     if (argument == name || argument.starts_with(std::string(name) + "=")) {
       return key + argument.substr(std::string(name).size());
     }

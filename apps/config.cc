@@ -603,6 +603,11 @@ std::vector<Field> config_fields(Config& c) {
        {},
        "fine-tune: directory with config.json and model.safetensors of Hugging Face's "
        "transformers, which sets all model keys (model.context may be shorter)"},
+      {"model.source",
+       &c.model.source,
+       any,
+       {},
+       "directory from which an export takes the tokenizer's files; set by model.from"},
       {"model.kind", &c.model.kind, any, {"gpt2", "llama", "bloom"}, "model architecture"},
       {"model.layers", &c.model.layers, {1, 10000}, {}, "number of transformer blocks"},
       {"model.heads", &c.model.heads, {1, 4096}, {}, "attention heads of a block"},
@@ -1066,6 +1071,13 @@ std::vector<Field> config_fields(Config& c) {
        {},
        "(also --resume.override) resume although data, seed, batch or other settings are not those "
        "of the checkpoint"},
+      {"checkpoint.resume_skip_unreadable",
+       &c.checkpoint.resume_skip_unreadable,
+       any,
+       {},
+       "(also --resume.skip_unreadable) auto passes over checkpoints that cannot be read (of a "
+       "newer "
+       "version, with a file missing) and leaves them alone, instead of ending"},
 
       {"guard.max_skips",
        &c.guard.max_skips,

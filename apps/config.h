@@ -16,7 +16,8 @@
 namespace tessera::apps {
 
 struct ModelConfig {
-  std::string from;  ///< a model of transformers; the other keys are then its
+  std::string from;    ///< a model of transformers; the other keys are then its
+  std::string source;  ///< where that was; goes into checkpoints
   std::string kind = "llama";
   int64_t layers = 4, heads = 4, kv_heads = 0, head_width = 0, width = 128, ffn = 0;
   int64_t context = 64, max_positions = 0, vocab = 0;
@@ -84,7 +85,7 @@ struct CheckpointConfig {
   std::string dir, on_error = "warn", resume = "none";
   int64_t every = 0, keep = 3, max_errors = 0;
   double every_minutes = 30;
-  bool best = true, last = true, resume_override = false;
+  bool best = true, last = true, resume_override = false, resume_skip_unreadable = false;
 };
 struct GuardConfig {
   int64_t max_skips = 0, max_spikes = 3, spike_window = 50, snapshot_every = 10;

@@ -110,7 +110,9 @@ TokenArray load_text(const Config& config, std::shared_ptr<Tokenizer>& tokenizer
   } catch (const InputError& error) {
     throw InputError(fmt::format("{}: {}", config.data.text, error.what()));
   }
-  return TokenArray(tokenizer->encode(file->text()), config.data.text);
+  TokenArray tokens(tokenizer->encode(file->text()), config.data.text);
+  file->check();
+  return tokens;
 }
 
 /// Where the windows of each shard begin in one numbering, and their total.
@@ -176,6 +178,7 @@ void fill_row(Batch& batch, int64_t row, const TokenArray& shard, int64_t begin,
     next = checked_id(shard, begin + t + 1, options.vocab_size);
     batch.targets[offset + static_cast<size_t>(t)] = next;
   }
+  shard.check();
   batch.num_valid += length;
   if (options.separator < 0) return;
   int32_t start = 0;
@@ -189,9 +192,9 @@ void fill_row(Batch& batch, int64_t row, const TokenArray& shard, int64_t begin,
 
 }  // namespace
 
-TokenArray::TokenArray(std::shared_ptr<const void> owner, const void* data, int bytes_per_token,
-                       int64_t num_tokens, std::string name)
-    : owner_(std::move(owner)),
+TokenArray::TokenArray(std::shared_ptr<const MappedFile> file, const void* data,
+                       int bytes_per_token, int64_t num_tokens, std::string name)
+    : file_(std::move(file)),
       data_(static_cast<const uint8_t*>(data)),
       bytes_per_token_(bytes_per_token),
       num_tokens_(num_tokens),
@@ -225,6 +228,10 @@ int64_t TokenArray::operator[](int64_t i) const {
   uint32_t value;
   std::memcpy(&value, p, sizeof(value));
   return value;
+}
+
+void TokenArray::check() const {
+  if (file_ != nullptr) file_->check();
 }
 
 TokenArray TokenArray::slice(int64_t begin, int64_t num_tokens) const {

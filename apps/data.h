@@ -20,8 +20,8 @@ namespace tessera::apps {
 class TokenArray {
  public:
   TokenArray() = default;
-  /// `data` lives as long as `owner`.
-  TokenArray(std::shared_ptr<const void> owner, const void* data, int bytes_per_token,
+  /// `data` is in `file`.
+  TokenArray(std::shared_ptr<const MappedFile> file, const void* data, int bytes_per_token,
              int64_t num_tokens, std::string name);
   /// Owns a compact copy of `ids`.
   TokenArray(const std::vector<int32_t>& ids, std::string name);
@@ -33,8 +33,11 @@ class TokenArray {
   /// The largest id of [begin, end); -1 if that is empty.
   int64_t largest(int64_t begin, int64_t end) const;
   TokenArray slice(int64_t begin, int64_t num_tokens) const;
+  /// After reading: MappedFile::check of the file that it is in, if any. InputError.
+  void check() const;
 
  private:
+  std::shared_ptr<const MappedFile> file_;  // or
   std::shared_ptr<const void> owner_;
   const uint8_t* data_ = nullptr;
   int bytes_per_token_ = 1;

@@ -427,7 +427,7 @@ int64_t RunDir::newest_step() const {
 
 /// On rank 0, with `output.overwrite`.
 void RunDir::remove_newer(int64_t step) const {
-  std::vector<std::string> newer;
+  std::vector<std::pair<std::string, std::string>> newer;  // and the run
   for (const Place& place : places_) {
     const std::string run = read_run(place.dir);
     for (const dist::CheckpointPlace& found : dist::list_checkpoints(place.dir)) {
@@ -438,10 +438,10 @@ void RunDir::remove_newer(int64_t step) const {
                         "checkpoints of run {} only",
                         config_.origin("output.overwrite"), found.dir, run));
       }
-      newer.push_back(found.dir);
+      newer.emplace_back(found.dir, run);
     }
   }
-  for (const std::string& dir : newer) dist::remove_checkpoint(dir);
+  for (const auto& [dir, run] : newer) dist::remove_checkpoint(dir, run);
   const std::string& out = config_.output.dir;
   if (model_step(out) > step) fs::remove(out + "/model.safetensors");
 }

@@ -80,6 +80,7 @@ class FileState final : public ModelState {
   }
   void read(const std::string& name, std::vector<float>& values) const override {
     std::memcpy(values.data(), file_.data(file_.find(name)), values.size() * sizeof(float));
+    file_.check();
   }
 
  private:

@@ -85,11 +85,14 @@ void TokenCheck::read_pieces(double max_seconds) {
     const Piece& piece = pieces_[next_piece_];
     const TokenArray& file = files_[piece.file];
     const int64_t largest = file.largest(piece.begin, piece.end);
+    file.check();
     num_read_ += piece.end - piece.begin;
     largest_[piece.file] = std::max(largest_[piece.file], largest);
     if (largest < options_.vocab_size || bad_file_ >= 0) continue;
     bad_position_ = piece.begin;
-    while (file[bad_position_] < options_.vocab_size) ++bad_position_;
+    while (bad_position_ + 1 < piece.end && file[bad_position_] < options_.vocab_size) {
+      ++bad_position_;  // the file may be cut meanwhile
+    }
     bad_id_ = file[bad_position_];
     bad_file_ = static_cast<int64_t>(piece.file);
   }

@@ -50,12 +50,13 @@ std::string_view kind_of(mode_t mode) {
 
 struct OpenFile {
   Descriptor fd;
-  int64_t nbytes;
+  int64_t nbytes = 0;
+  uint64_t device = 0, inode = 0;
 };
 
 OpenFile open_regular(const std::string& path) {
   // Without O_NONBLOCK the open of a FIFO waits for a writer, and that of some devices for a line.
-  OpenFile file{Descriptor(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY)), 0};
+  OpenFile file{Descriptor(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY))};
   const int error = errno;
   struct stat status {};
   const bool is_found =
@@ -67,6 +68,8 @@ OpenFile open_regular(const std::string& path) {
     throw InputError(fmt::format("{}: {}, expected a file", path, std::strerror(error)));
   }
   file.nbytes = status.st_size;
+  file.device = status.st_dev;
+  file.inode = status.st_ino;
   return file;
 }
 
@@ -111,9 +114,29 @@ MappedFile::MappedFile(const std::string& path) : path_(path) {
     throw InputError(fmt::format("{}: cannot be mapped: {}", path, system_error()));
   }
   data_ = static_cast<const uint8_t*>(mapped);
+  device_ = file.device;
+  inode_ = file.inode;
+  guard_ = std::make_unique<FaultGuard>(mapped, nbytes_);
+}
+
+void MappedFile::check() const {
+  // A file that is cut inside of a page reads as zeros there without a fault.
+  struct stat now {};
+  const bool is_same =
+      ::stat(path_.c_str(), &now) == 0 && now.st_dev == device_ && now.st_ino == inode_;
+  if (is_same && now.st_size < nbytes_) {
+    throw InputError(fmt::format("{}: cut to {} bytes while it was read, expected {} as before",
+                                 path_, now.st_size, nbytes_));
+  }
+  if (guard_ != nullptr && guard_->has_faulted()) {
+    throw InputError(fmt::format(
+        "{}: some of its {} bytes could not be read, expected a file that stays as it was", path_,
+        nbytes_));
+  }
 }
 
 MappedFile::~MappedFile() {
+  guard_.reset();
   if (data_ != nullptr) ::munmap(const_cast<uint8_t*>(data_), static_cast<size_t>(nbytes_));
 }
 

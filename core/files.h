@@ -2,8 +2,11 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <string_view>
+
+#include "core/fault_guard.h"
 
 namespace tessera {
 
@@ -16,7 +19,8 @@ int open_regular_file(const std::string& path);
 std::string read_regular_file(const std::string& path, int64_t max_nbytes);
 
 /// A whole file, memory-mapped for reading. InputError if it cannot be: missing, not a regular
-/// file.
+/// file. Where the file is cut short meanwhile, or its disk fails, what is gone reads as zeros:
+/// whoever has read says `check()` before the bytes count.
 class MappedFile {
  public:
   explicit MappedFile(const std::string& path);
@@ -30,11 +34,16 @@ class MappedFile {
   std::string_view text() const {
     return {reinterpret_cast<const char*>(data_), static_cast<size_t>(nbytes_)};
   }
+  /// InputError with the path if bytes that were read since it was opened are not those of the
+  /// file: it has become shorter, or could not be read. A microsecond.
+  void check() const;
 
  private:
   std::string path_;
   const uint8_t* data_ = nullptr;
   int64_t nbytes_ = 0;
+  uint64_t device_ = 0, inode_ = 0;
+  std::unique_ptr<FaultGuard> guard_;
 };
 
 /// Replaces the file at once (a reader sees the old text or the new): writes `path`.tmp, renames.

@@ -1,6 +1,7 @@
 #include "dist/checkpoint/durable_file.h"
 
 #include <fcntl.h>
+#include <stdio.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <unistd.h>
@@ -41,9 +42,20 @@ std::string describe_io_error(const std::string& path, int error, int64_t nbytes
                             static_cast<uint64_t>(disk.f_bavail) * disk.f_frsize);
 }
 
+int open_new_file(const std::string& path) {
+  ::unlink(path.c_str());
+  const int fd = ::open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644);
+  if (fd < 0 || fd > STDERR_FILENO) return fd;
+  const int moved = ::fcntl(fd, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
+  const int error = errno;
+  ::close(fd);
+  errno = error;
+  return moved;
+}
+
 DurableFile::DurableFile(std::string path, int64_t nbytes)
     : path_(std::move(path)), nbytes_(nbytes) {
-  fd_ = ::open((path_ + ".tmp").c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
+  fd_ = open_new_file(path_ + ".tmp");
   if (fd_ < 0) fail(errno);
 }
 
@@ -122,6 +134,26 @@ void make_directory_durably(const std::string& path) {
     throw IoError(describe_io_error(path, errno, 0));
   }
   sync_directory(parent);
+}
+
+void replace_directory(const std::string& from, const std::string& to) {
+  const auto rename = [](const std::string& a, const std::string& b, unsigned flags = 0) {
+    return ::renameat2(AT_FDCWD, a.c_str(), AT_FDCWD, b.c_str(), flags) == 0 ? 0 : errno;
+  };
+  int error = rename(from, to, RENAME_EXCHANGE);
+  if (error == ENOENT) error = rename(from, to, RENAME_NOREPLACE);
+  if (error == EINVAL || error == ENOSYS) {  // a file system that only has the simple rename
+    const std::string aside = from + ".old";
+    struct stat status {};
+    const bool is_there = ::lstat(to.c_str(), &status) == 0;
+    error = is_there ? rename(to, aside) : 0;
+    if (error == 0) error = rename(from, to);
+    if (error == 0 && is_there) error = rename(aside, from);
+  }
+  if (error != 0) {
+    throw IoError(fmt::format("{}: cannot get the name {}: {}", from, to, std::strerror(error)));
+  }
+  sync_directory(parent_of(to));
 }
 
 void sync_directory(const std::string& path) {

@@ -39,11 +39,20 @@ class DurableFile {
   bool is_direct_ = false, can_be_direct_ = true;
 };
 
+/// A new file, open for writing: what a killed process left under that name, or a link, is replaced
+/// and not written into. Never a standard descriptor, also where those are closed: what is logged
+/// would go into the file. -1 with errno.
+int open_new_file(const std::string& path);
+
 /// The same for a text that is in memory.
 void write_durably(const std::string& path, std::string_view text);
 
 /// Makes a directory, and those above it, and flushes its entry; fine if it is there. IoError.
 void make_directory_durably(const std::string& path);
+
+/// Gives the complete directory `from` the name `to`; what had that name is called `from` after it.
+/// At once where the file system can exchange names. The entries are flushed. IoError.
+void replace_directory(const std::string& from, const std::string& to);
 
 /// Flushes the entries of a directory. IoError.
 void sync_directory(const std::string& path);

@@ -114,10 +114,16 @@ void export_parameters(const CheckpointReader& reader, const std::string& path) 
 
 std::string reshard_checkpoint(const CheckpointReader& reader, const std::string& out_dir,
                                int64_t num_ranks) {
-  const std::string dir = out_dir + "/" + step_directory_name(reader.manifest().progress.step);
-  if (std::filesystem::exists(dir + "/" + kManifestName)) {
+  const std::string to = out_dir + "/" + step_directory_name(reader.manifest().progress.step);
+  const std::string dir = to + std::string(kPartialSuffix);
+  std::error_code ignored;
+  for (const std::string& path : {to, dir}) {
+    if (std::filesystem::symlink_status(path, ignored).type() ==
+        std::filesystem::file_type::not_found) {
+      continue;
+    }
     throw ConfigError(
-        fmt::format("{}: a checkpoint of this step is there already, expected none", dir));
+        fmt::format("{}: a checkpoint of this step is there already, expected none", path));
   }
   make_directory_durably(dir);
   Manifest manifest = reader.manifest();
@@ -130,7 +136,8 @@ std::string reshard_checkpoint(const CheckpointReader& reader, const std::string
   }
   add_records(manifest, records);
   write_durably(dir + "/" + kManifestName, to_json(manifest));
-  return dir;
+  replace_directory(dir, to);
+  return to;
 }
 
 }  // namespace tessera::dist

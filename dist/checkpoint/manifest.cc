@@ -18,8 +18,15 @@ using nlohmann::json;
 using nlohmann::ordered_json;
 
 constexpr std::string_view kFormat = "tessera checkpoint";
-constexpr int64_t kFormatVersion = 1;
+// 1: without `sequence` and without a hash at the end.
+constexpr int64_t kFormatVersion = 2;
 constexpr int kMaxDepth = 8;
+constexpr int64_t kMaxCount = int64_t{1} << 48;   // steps, samples: sums of two stay far from 2^63
+constexpr int64_t kMaxTokens = int64_t{1} << 62;  // samples x context
+
+// How the text ends; between the two, the hash of all that comes before.
+constexpr std::string_view kSealBegin = ",\n \"xxh64\": \"", kSealEnd = "\"\n}\n";
+constexpr size_t kNumHexDigits = 16;
 
 std::string hex(uint64_t value) {
   return fmt::format("{:016x}", value);
@@ -39,6 +46,11 @@ class Reader {
     throw CheckpointError(
         fmt::format("{}: {}", path_, fmt::format(format, std::forward<Args>(args)...)));
   }
+  template <class... Args>
+  [[noreturn]] void fail_unreadable(fmt::format_string<Args...> format, Args&&... args) const {
+    throw UnreadableCheckpointError(
+        fmt::format("{}: {}", path_, fmt::format(format, std::forward<Args>(args)...)));
+  }
   const json& member(const json& object, const char* key, std::string_view where) const {
     const auto found = object.is_object() ? object.find(key) : object.end();
     if (!object.is_object() || found == object.end()) fail("{}: no {}, expected it", where, key);
@@ -49,6 +61,11 @@ class Reader {
     if (json_size(value) < 0)
       fail("{}: {} = {}, expected an integer >= 0", where, key, text(value));
     return json_size(value);
+  }
+  int64_t count(const json& object, const char* key, std::string_view where, int64_t max) const {
+    const int64_t value = size(object, key, where);
+    if (value > max) fail("{}: {} = {}, expected at most {}", where, key, value, max);
+    return value;
   }
   std::string string(const json& object, const char* key, std::string_view where) const {
     const json& value = member(object, key, where);
@@ -68,7 +85,8 @@ class Reader {
   }
   uint64_t hash(const json& object, std::string_view where) const {
     const std::string digits = string(object, "xxh64", where);
-    if (digits.size() != 16 || digits.find_first_not_of("0123456789abcdef") != std::string::npos) {
+    if (digits.size() != kNumHexDigits ||
+        digits.find_first_not_of("0123456789abcdef") != std::string::npos) {
       fail("{}: xxh64 = {}, expected 16 hexadecimal digits", where, text(json(digits)));
     }
     return std::stoull(digits, nullptr, 16);
@@ -140,11 +158,11 @@ ordered_json progress_json(const Progress& p) {
 Progress parse_progress(const Reader& in, const json& object) {
   constexpr std::string_view where = "progress";
   Progress p;
-  p.step = in.size(object, "step", where);
-  p.next_sample = in.size(object, "next_sample", where);
-  p.samples_per_step = in.size(object, "samples_per_step", where);
-  p.tokens = in.size(object, "tokens", where);
-  p.num_skipped = in.size(object, "num_skipped", where);
+  p.step = in.count(object, "step", where, kMaxCount);
+  p.next_sample = in.count(object, "next_sample", where, kMaxCount);
+  p.samples_per_step = in.count(object, "samples_per_step", where, kMaxCount);
+  p.tokens = in.count(object, "tokens", where, kMaxTokens);
+  p.num_skipped = in.count(object, "num_skipped", where, kMaxCount);
   p.lr = in.number(object, "lr", where).value_or(0);
   p.val_loss = in.number(object, "val_loss", where);
   p.best_val_loss = in.number(object, "best_val_loss", where);
@@ -182,7 +200,80 @@ TensorRecord parse_tensor(const Reader& in, const json& object, const Manifest& 
   return tensor;
 }
 
+/// The bytes that the slices of each file take, against its size: nobody makes room for a tensor
+/// that no file can hold.
+void check_file_sizes(const Reader& in, const Manifest& manifest) {
+  std::vector<int64_t> left;
+  for (const FileRecord& file : manifest.files) left.push_back(file.nbytes);
+  for (const TensorRecord& tensor : manifest.tensors) {
+    for (const SliceRecord& slice : tensor.slices) {
+      const auto nbytes = (slice.end - slice.begin) * static_cast<int64_t>(size_of(tensor.dtype));
+      if ((left[static_cast<size_t>(slice.file)] -= nbytes) >= 0) continue;
+      const FileRecord& file = manifest.files[static_cast<size_t>(slice.file)];
+      in.fail("file {}: {} bytes, expected more for its slices up to that of tensor {}", file.name,
+              file.nbytes, tensor.name);
+    }
+  }
+}
+
+/// Whether the text has its hash at the end. CheckpointError if it has another one.
+bool is_sealed(const Reader& in, std::string_view text) {
+  constexpr size_t kNbytes = kSealBegin.size() + kNumHexDigits + kSealEnd.size();
+  if (text.size() < kNbytes || !text.ends_with(kSealEnd)) return false;
+  const std::string_view body = text.substr(0, text.size() - kNbytes);
+  const std::string_view seal = text.substr(body.size(), kSealBegin.size() + kNumHexDigits);
+  if (!seal.starts_with(kSealBegin)) return false;
+  if (seal.substr(kSealBegin.size()) == hex(hash_of(body.data(), std::ssize(body)))) return true;
+  in.fail("its bytes do not have the xxh64 that it ends with, expected them as they were written");
+}
+
+/// Takes the keys of the outer object up to the run.
+class HeadParser : public json::json_sax_t {
+ public:
+  std::optional<ManifestHead> head;
+
+  bool null() override { return true; }
+  bool boolean(bool) override { return true; }
+  bool number_integer(number_integer_t) override { return true; }
+  bool number_unsigned(number_unsigned_t value) override {
+    if (depth_ == 1 && key_ == "sequence" && value <= uint64_t{kMaxCount}) {
+      found_.sequence = static_cast<int64_t>(value);
+    }
+    return true;
+  }
+  bool number_float(number_float_t, const string_t&) override { return true; }
+  bool string(string_t& value) override {
+    if (depth_ != 1 || key_ != "run") return true;
+    found_.run = value;
+    head = found_;
+    return false;  // the rest may be long
+  }
+  bool binary(binary_t&) override { return true; }
+  bool start_object(size_t) override { return ++depth_ <= kMaxDepth; }
+  bool end_object() override { return --depth_ > 0; }
+  bool start_array(size_t) override { return false; }
+  bool end_array() override { return false; }
+  bool key(string_t& name) override {
+    if (depth_ == 1) key_ = name;
+    return true;
+  }
+  bool parse_error(size_t, const std::string&, const nlohmann::detail::exception&) override {
+    return false;
+  }
+
+ private:
+  ManifestHead found_;
+  std::string key_;
+  int depth_ = 0;
+};
+
 }  // namespace
+
+std::optional<ManifestHead> parse_manifest_head(std::string_view text) {
+  HeadParser parser;
+  json::sax_parse(text.begin(), text.end(), &parser);
+  return parser.head;
+}
 
 const TensorRecord* Manifest::find(std::string_view name) const {
   const auto found = std::lower_bound(
@@ -272,16 +363,21 @@ std::string to_json(const Manifest& manifest) {
   const ordered_json object = {{"format", kFormat},
                                {"version", kFormatVersion},
                                {"project_version", manifest.project_version},
+                               {"sequence", manifest.sequence},
                                {"run", manifest.run},
                                {"world_size", manifest.world_size},
                                {"progress", progress_json(manifest.progress)},
                                {"files", std::move(files)},
                                {"tensors", std::move(tensors)}};
-  return object.dump(1) + "\n";
+  std::string text = object.dump(1);
+  text.resize(text.size() - 2);  // the end of the object, which comes after its hash
+  return fmt::format("{}{}{}{}", text, kSealBegin, hex(hash_of(text.data(), std::ssize(text))),
+                     kSealEnd);
 }
 
 Manifest parse_manifest(const std::string& path, std::string_view text) {
   const Reader in(path);
+  const bool has_hash = is_sealed(in, text);
   json object;
   try {
     object = parse_strict_json(path + ": manifest", text, kMaxDepth, "that of a checkpoint");
@@ -290,13 +386,18 @@ Manifest parse_manifest(const std::string& path, std::string_view text) {
   }
   constexpr std::string_view where = "manifest";
   if (const std::string format = in.string(object, "format", where); format != kFormat) {
-    in.fail("format \"{}\", expected \"{}\"", format, kFormat);
+    in.fail_unreadable("format \"{}\", expected \"{}\"", format, kFormat);
   }
-  if (const int64_t version = in.size(object, "version", where); version != kFormatVersion) {
-    in.fail("format version {}, expected {}", version, kFormatVersion);
+  const int64_t version = in.size(object, "version", where);
+  if (version < 1 || version > kFormatVersion) {
+    in.fail_unreadable("format version {}, expected at most {}", version, kFormatVersion);
+  }
+  if (version > 1 && !has_hash) {
+    in.fail("no xxh64 at its end, expected that of all before it (format version {})", version);
   }
   Manifest manifest;
   manifest.project_version = in.string(object, "project_version", where);
+  if (version > 1) manifest.sequence = in.count(object, "sequence", where, kMaxCount);
   manifest.run = in.string(object, "run", where);
   manifest.world_size = in.size(object, "world_size", where);
   manifest.progress = parse_progress(in, in.member(object, "progress", where));
@@ -309,6 +410,10 @@ Manifest parse_manifest(const std::string& path, std::string_view text) {
     }
     manifest.files.push_back(std::move(file));
   }
+  if (manifest.world_size != std::ssize(manifest.files)) {
+    in.fail("{} files of world_size = {}, expected one of each rank", manifest.files.size(),
+            manifest.world_size);
+  }
   for (const json& item : in.array(object, "tensors", where)) {
     manifest.tensors.push_back(parse_tensor(in, item, manifest));
     const size_t count = manifest.tensors.size();
@@ -317,6 +422,7 @@ Manifest parse_manifest(const std::string& path, std::string_view text) {
               manifest.tensors[count - 1].name, manifest.tensors[count - 2].name);
     }
   }
+  check_file_sizes(in, manifest);
   return manifest;
 }
 
@@ -325,6 +431,15 @@ std::string step_directory_name(int64_t step) {
 }
 std::string rank_file_name(int64_t rank) {
   return fmt::format("rank-{:05}.safetensors", rank);
+}
+bool is_checkpoint_file_name(std::string_view name) {
+  constexpr std::string_view kTemporary = ".tmp", kBegin = "rank-", kEnd = ".safetensors";
+  if (name.ends_with(kTemporary)) name.remove_suffix(kTemporary.size());
+  if (name == kManifestName) return true;
+  if (!name.starts_with(kBegin) || !name.ends_with(kEnd)) return false;
+  const std::string_view digits =
+      name.substr(kBegin.size(), name.size() - kBegin.size() - kEnd.size());
+  return digits.size() >= 5 && digits.find_first_not_of("0123456789") == std::string_view::npos;
 }
 std::string slice_name(std::string_view tensor, int64_t begin, int64_t end) {
   return fmt::format("{}[{}:{}]", tensor, begin, end);

@@ -6,6 +6,7 @@
 #include <string_view>
 #include <vector>
 
+#include "core/check.h"
 #include "core/dtype.h"
 #include "core/shape.h"
 
@@ -16,7 +17,15 @@
 // strategy, wrapping and number of ranks wrote them, so any other can read them. Ranks that hold
 // the same shard write a part of it each. The manifest comes last, by rename, after the files are
 // on the disk: a directory without one is no checkpoint. It has the hash of each file and slice, so
-// that damage is found and named before anything is read.
+// that damage is found and named before anything is read, and ends with a hash of itself. All of it
+// is made in step-00000100.partial/ and gets its name in one rename, in place of an earlier
+// checkpoint of that step: of a run that went back.
+//
+// Two things keep a checkpoint from being used. *Damaged*: what is there is not what was written
+// (CheckpointError). *Unreadable*: what was written cannot be seen or is not understood, by a
+// version that is too old, a disk that is not mounted, a call that fails (its subclass). The first
+// is passed over; the second ends a resume, since going on from an older state would be a loss
+// without need. Neither is ever removed.
 //
 //   parameters/NAME        f32 masters (a frozen parameter in the dtype it is kept in)
 //   exp_avg/NAME, ...      the optimizer's states
@@ -60,9 +69,18 @@ struct FileRecord {
   uint64_t hash = 0;  ///< xxh64 of the whole file
 };
 
+/// A checkpoint that is perhaps whole but cannot be read here and now.
+class UnreadableCheckpointError : public CheckpointError {
+ public:
+  using CheckpointError::CheckpointError;
+};
+
 struct Manifest {
   std::string project_version;
   std::string run;  ///< random, the same in all checkpoints of a run
+  /// Counts the saves of a run: after a step back, the newest state is not that of the highest
+  /// step. 0 in checkpoints of before there was a count.
+  int64_t sequence = 0;
   int64_t world_size = 0;
   Progress progress;
   std::vector<FileRecord> files;
@@ -91,16 +109,30 @@ RankRecord rank_record_from_json(std::string_view text);
 /// Puts the records of ranks 0, 1, ... together. InternalError if slices do not cover a tensor.
 void add_records(Manifest& manifest, const std::vector<RankRecord>& records);
 
+/// With its hash at the end.
 std::string to_json(const Manifest& manifest);
-/// The inverse; trusts nothing. CheckpointError that begins with `path` for what is not JSON, lacks
-/// a key, or does not cover each tensor once.
+/// The inverse; trusts nothing, and takes time and memory as the text and the files are long.
+/// CheckpointError that begins with `path` for what does not have its hash, is not JSON, lacks a
+/// key, has counts beyond any training, or does not cover each tensor once;
+/// UnreadableCheckpointError for another format or a newer version.
 Manifest parse_manifest(const std::string& path, std::string_view text);
 
+/// What orders checkpoints, from the first lines of a manifest; the hash is not checked.
+struct ManifestHead {
+  std::string run;
+  int64_t sequence = 0;
+};
+/// Empty for a text that does not say.
+std::optional<ManifestHead> parse_manifest_head(std::string_view text);
+
 inline constexpr const char* kManifestName = "manifest.json";
+inline constexpr std::string_view kPartialSuffix = ".partial";  ///< of a directory being written
 
 /// "step-00000100", "rank-00003.safetensors", "parameters/w[0:256]".
 std::string step_directory_name(int64_t step);
 std::string rank_file_name(int64_t rank);
+/// Whether a file is called like one that a save writes, also while it is written (".tmp").
+bool is_checkpoint_file_name(std::string_view name);
 std::string slice_name(std::string_view tensor, int64_t begin, int64_t end);
 
 /// xxh64 of successive pieces.

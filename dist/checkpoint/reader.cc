@@ -1,6 +1,7 @@
 #include "dist/checkpoint/reader.h"
 
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <bit>
@@ -33,23 +34,47 @@ std::vector<CheckpointPlace> list_steps(const std::string& dir, bool is_complete
   std::vector<CheckpointPlace> places;
   std::error_code error;
   for (fs::directory_iterator it(dir, error), end; !error && it != end; it.increment(error)) {
-    const int64_t step = step_of(it->path().filename().string());
+    std::string name = it->path().filename().string();
+    const bool is_partial = name.ends_with(kPartialSuffix);
+    if (is_partial) name.resize(name.size() - kPartialSuffix.size());
+    const int64_t step = step_of(name);
     std::error_code ignored;
     if (step < 0 || !it->is_directory(ignored)) continue;
-    if (fs::exists(it->path() / kManifestName, ignored) == is_complete) {
-      places.push_back({step, it->path().string()});
-    }
+    const bool has_manifest = fs::exists(it->path() / kManifestName, ignored);
+    if ((has_manifest && !is_partial) == is_complete) places.push_back({step, it->path().string()});
   }
   std::sort(places.begin(), places.end(),
             [](const CheckpointPlace& a, const CheckpointPlace& b) { return a.step > b.step; });
   return places;
 }
 
+/// The place of a checkpoint in the order of saves. One that does not say comes first, so that
+/// whoever looks for the newest finds out why.
+int64_t sequence_of(const std::string& dir) {
+  try {
+    const MappedFile file(dir + "/" + kManifestName);
+    if (const auto head = parse_manifest_head(file.text())) return head->sequence;
+  } catch (const InputError&) {  // said by who opens it
+  }
+  return INT64_MAX;
+}
+
+/// The run that a rank's file says it is of, also if it is not complete; empty if it does not.
+std::string run_of_file(const std::string& path) {
+  try {
+    const auto metadata = read_safetensors_metadata(path);
+    const auto run = metadata.find("run");
+    return run == metadata.end() ? "" : run->second;
+  } catch (const InputError&) {
+    return "";
+  }
+}
+
 }  // namespace
 
 /// A mapped file with its entries by name.
 struct CheckpointReader::OpenFile {
-  explicit OpenFile(const std::string& path) : file(path) {
+  explicit OpenFile(std::unique_ptr<MappedFile> mapped) : file(std::move(mapped)) {
     for (const SafetensorsEntry& entry : file.entries()) entries.emplace(entry.name, &entry);
   }
   SafetensorsFile file;
@@ -59,14 +84,17 @@ struct CheckpointReader::OpenFile {
 CheckpointReader::CheckpointReader(std::string dir) : dir_(std::move(dir)) {
   const std::string path = dir_ + "/" + kManifestName;
   try {
-    manifest_ = parse_manifest(path, MappedFile(path).text());
+    const MappedFile file(path);
+    manifest_ = parse_manifest(path, file.text());
+    file.check();
   } catch (const InputError& error) {
-    throw CheckpointError(error.what());
+    throw UnreadableCheckpointError(error.what());
   }
   const int64_t step = step_of(fs::path(dir_).filename().string());
   if (step >= 0 && step != manifest_.progress.step) {
-    throw CheckpointError(fmt::format("{}: manifest of step {} (run {}), expected step {}", path,
-                                      manifest_.progress.step, manifest_.run, step));
+    throw UnreadableCheckpointError(
+        fmt::format("{}: manifest of step {} (run {}), expected step {}", path,
+                    manifest_.progress.step, manifest_.run, step));
   }
 }
 
@@ -81,8 +109,14 @@ const CheckpointReader::OpenFile& CheckpointReader::open(int64_t file) const {
   std::unique_ptr<OpenFile>& open = open_[file];
   if (open != nullptr) return *open;
   const FileRecord& record = manifest_.files[static_cast<size_t>(file)];
+  std::unique_ptr<MappedFile> mapped;
   try {
-    open = std::make_unique<OpenFile>(dir_ + "/" + record.name);
+    mapped = std::make_unique<MappedFile>(dir_ + "/" + record.name);
+  } catch (const InputError& error) {
+    throw UnreadableCheckpointError(error.what());
+  }
+  try {
+    open = std::make_unique<OpenFile>(std::move(mapped));
   } catch (const InputError& error) {
     throw CheckpointError(error.what());
   }
@@ -104,8 +138,13 @@ void CheckpointReader::check_sizes() const {
     const FileRecord& record = manifest_.files[i];
     struct stat status {};
     if (::stat((dir_ + "/" + record.name).c_str(), &status) != 0) {
-      fail(static_cast<int64_t>(i),
-           fmt::format("{}, expected a file of {} bytes", std::strerror(errno), record.nbytes));
+      throw UnreadableCheckpointError(fmt::format("{}/{}: {}, expected a file of {} bytes", dir_,
+                                                  record.name, std::strerror(errno),
+                                                  record.nbytes));
+    }
+    if (!S_ISREG(status.st_mode)) {
+      throw UnreadableCheckpointError(fmt::format(
+          "{}/{}: no regular file, expected one of {} bytes", dir_, record.name, record.nbytes));
     }
     if (status.st_size != record.nbytes) {
       fail(static_cast<int64_t>(i),
@@ -129,10 +168,21 @@ const void* CheckpointReader::slice_data(const TensorRecord& tensor,
   return file.file.data(entry);
 }
 
+/// What was read of an open file is what is in it.
+void CheckpointReader::check_reads(int64_t file) const {
+  try {
+    open(file).file.check();
+  } catch (const InputError& error) {
+    throw UnreadableCheckpointError(error.what());
+  }
+}
+
 void CheckpointReader::check_file(int64_t file) const {
   const FileRecord& record = manifest_.files[static_cast<size_t>(file)];
   const std::string_view bytes = open(file).file.text();
-  if (hash_of(bytes.data(), static_cast<int64_t>(bytes.size())) == record.hash) return;
+  const uint64_t hash = hash_of(bytes.data(), static_cast<int64_t>(bytes.size()));
+  check_reads(file);
+  if (hash == record.hash) return;
   for (const TensorRecord& tensor : manifest_.tensors) {
     for (const SliceRecord& slice : tensor.slices) {
       if (slice.file != file) continue;
@@ -174,6 +224,8 @@ void CheckpointReader::read(std::string_view name, int64_t begin, int64_t end, v
     num_bytes_read_ += nbytes;
     next += nbytes;
     begin = to;
+    const auto after = slice + 1;
+    if (begin == end || after->file != slice->file) check_reads(slice->file);
   }
 }
 
@@ -198,7 +250,17 @@ void CheckpointReader::read_f32(std::string_view name, int64_t begin, int64_t en
 }
 
 std::vector<CheckpointPlace> list_checkpoints(const std::string& dir) {
-  return list_steps(dir, true);
+  std::vector<CheckpointPlace> places = list_steps(dir, true);
+  std::vector<std::pair<int64_t, CheckpointPlace>> ranked;
+  for (CheckpointPlace& place : places) {
+    const int64_t sequence = places.size() > 1 ? sequence_of(place.dir) : 0;
+    ranked.emplace_back(sequence, std::move(place));
+  }
+  std::stable_sort(ranked.begin(), ranked.end(),
+                   [](const auto& a, const auto& b) { return a.first > b.first; });
+  places.clear();
+  for (auto& [sequence, place] : ranked) places.push_back(std::move(place));
+  return places;
 }
 std::vector<CheckpointPlace> list_incomplete(const std::string& dir) {
   return list_steps(dir, false);
@@ -219,11 +281,52 @@ std::string resolve_checkpoint(const std::string& path) {
   return places.front().dir;
 }
 
-void remove_checkpoint(const std::string& dir) {
+bool is_checkpoint_of(const std::string& path, const std::string& run) {
+  const fs::path dir(path);
+  std::error_code ignored;
+  if (fs::symlink_status(dir, ignored).type() != fs::file_type::directory) return false;
+  if (fs::symlink_status(dir / kManifestName, ignored).type() != fs::file_type::not_found) {
+    try {
+      return CheckpointReader(path).manifest().run == run;
+    } catch (const CheckpointError&) {
+      return false;
+    }
+  }
+  for (fs::directory_iterator it(dir, ignored), end; it != end; it.increment(ignored)) {
+    if (!is_checkpoint_file_name(it->path().filename().string())) continue;
+    const std::string owner = run_of_file(it->path().string());
+    if (!owner.empty()) return owner == run;
+  }
+  return path.ends_with(kPartialSuffix);  // a name that nobody else gives
+}
+
+bool remove_checkpoint(const std::string& dir, const std::string& run) {
+  if (!is_checkpoint_of(dir, run)) return false;
   std::error_code error;
   if (fs::remove(fs::path(dir) / kManifestName, error)) sync_directory(dir);
-  if (!error) fs::remove_all(dir, error);
+  std::vector<fs::path> ours;
+  for (fs::directory_iterator it(dir, error), end; !error && it != end; it.increment(error)) {
+    const bool is_file = it->symlink_status().type() == fs::file_type::regular;
+    if (!is_file || !is_checkpoint_file_name(it->path().filename().string())) continue;
+    const std::string owner = run_of_file(it->path().string());
+    if (owner.empty() || owner == run) ours.push_back(it->path());  // half of a header says nothing
+  }
+  for (size_t i = 0; !error && i < ours.size(); ++i) fs::remove(ours[i], error);
   if (error) throw IoError(fmt::format("{}: cannot be removed: {}", dir, error.message()));
+  return ::rmdir(dir.c_str()) == 0;  // unless others have put something there
+}
+
+std::string set_checkpoint_aside(const std::string& dir) {
+  for (int k = 1;; ++k) {
+    const std::string aside = dir + ".damaged" + (k == 1 ? "" : fmt::format("-{}", k));
+    struct stat status {};
+    if (::lstat(aside.c_str(), &status) == 0) continue;
+    if (::rename(dir.c_str(), aside.c_str()) != 0) {
+      throw IoError(
+          fmt::format("{}: cannot be renamed to {}: {}", dir, aside, std::strerror(errno)));
+    }
+    return aside;
+  }
 }
 
 }  // namespace tessera::dist

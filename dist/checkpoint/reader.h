@@ -14,8 +14,9 @@
 namespace tessera::dist {
 
 /// A checkpoint open for reading. Files are mapped when they are first needed, so a rank touches
-/// only what it reads. CheckpointError names directory, file and tensor of what is missing, cut
-/// short, changed, or of another run or step.
+/// only what it reads. CheckpointError names directory, file and tensor of what is cut short,
+/// changed, or of another run or step; UnreadableCheckpointError of what is missing, cannot be
+/// opened or read, or is of a newer version.
 class CheckpointReader {
  public:
   /// Reads and checks `dir`/manifest.json.
@@ -46,6 +47,7 @@ class CheckpointReader {
   const OpenFile& open(int64_t file) const;
   const void* slice_data(const TensorRecord& tensor, const SliceRecord& slice) const;
   void check_file(int64_t file) const;
+  void check_reads(int64_t file) const;
   [[noreturn]] void fail(int64_t file, const std::string& what) const;
 
   std::string dir_;
@@ -54,21 +56,33 @@ class CheckpointReader {
   mutable int64_t num_bytes_read_ = 0;
 };
 
-/// The complete checkpoints in `dir`: step directories with a manifest, the newest first. Empty
-/// without such a directory.
+/// The complete checkpoints in `dir`: step directories with a manifest. The newest first: by the
+/// saves of a run, which is by step where it never went back. Empty without such a directory.
 struct CheckpointPlace {
   int64_t step = 0;
   std::string dir;
 };
 std::vector<CheckpointPlace> list_checkpoints(const std::string& dir);
-/// Step directories without a manifest: what a save that did not end left.
+/// Step directories without a manifest, or still called step-N.partial: what a save that did not
+/// end left. By step, the highest first.
 std::vector<CheckpointPlace> list_incomplete(const std::string& dir);
 
 /// What a path on the command line means: a checkpoint's directory itself, the newest complete one
 /// of a directory with several, or of that before "/latest". CheckpointError if there is none.
 std::string resolve_checkpoint(const std::string& path);
 
-/// Removes a checkpoint so that it stops to be one first. IoError.
-void remove_checkpoint(const std::string& dir);
+/// Whether a directory (no link) is a checkpoint of `run`, or what a save of it left: by its
+/// manifest, by a file of a rank, or, if neither says anything, by the name step-N.partial.
+bool is_checkpoint_of(const std::string& dir, const std::string& run);
+
+/// Removes a checkpoint, complete or not, of `run`, so that it stops to be one first: the files of
+/// its ranks and the manifest, and the directory if that was all. Nothing else is ever removed: a
+/// link, a directory whose manifest is of another run or cannot be read, one without a manifest in
+/// which no file says that it is of `run`, and what others put there. Whether it is gone. IoError.
+bool remove_checkpoint(const std::string& dir, const std::string& run);
+
+/// Gives a damaged checkpoint a name under which nobody takes it for one, DIR.damaged or
+/// DIR.damaged-2, ...; returns that. IoError.
+std::string set_checkpoint_aside(const std::string& dir);
 
 }  // namespace tessera::dist

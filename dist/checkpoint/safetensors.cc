@@ -1,6 +1,5 @@
 #include "dist/checkpoint/safetensors.h"
 
-#include <fcntl.h>
 #include <fmt/ranges.h>
 #include <unistd.h>
 
@@ -12,6 +11,7 @@
 #include <utility>
 
 #include "core/check.h"
+#include "dist/checkpoint/durable_file.h"
 #include "dist/checkpoint/strict_json.h"
 
 namespace tessera::dist {
@@ -71,6 +71,35 @@ json parse_header(const std::string& path, std::string_view text) {
   json header = parse_strict_json(path + ": header", text, kMaxHeaderDepth, "a safetensors file");
   if (!header.is_object()) fail_input(path, "header is no JSON object, expected one");
   return header;
+}
+
+/// The text between the length that a file begins with and the data.
+std::string_view header_of(const MappedFile& file) {
+  const std::string_view text = file.text();
+  if (text.size() < 8) {
+    fail_input(file.path(), "{} bytes, expected a safetensors file{}", text.size(),
+               looks_like(text));
+  }
+  uint64_t nbytes = 0;
+  for (size_t i = 0; i < 8; ++i) nbytes |= uint64_t{static_cast<unsigned char>(text[i])} << (8 * i);
+  const uint64_t limit = std::min<uint64_t>(text.size() - 8, kMaxHeaderNbytes);
+  if (nbytes > limit) {
+    fail_input(file.path(), "header of {} bytes, expected at most {}{}", nbytes, limit,
+               looks_like(text));
+  }
+  return text.substr(8, nbytes);
+}
+
+std::map<std::string, std::string> parse_metadata(const std::string& path, const json& header) {
+  std::map<std::string, std::string> metadata;
+  const auto info = header.find(kMetadata);
+  if (info == header.end() || !info->is_object()) return metadata;
+  for (const auto& [key, value] : info->items()) {
+    if (!value.is_string())
+      fail_input(path, "metadata {}: {}, expected a string", key, value.dump());
+    metadata[key] = value.get<std::string>();
+  }
+  return metadata;
 }
 
 std::optional<int64_t> as_size(const json& value) {
@@ -164,23 +193,15 @@ std::optional<DType> dtype_from_safetensors(std::string_view name) {
 }
 
 SafetensorsFile::SafetensorsFile(const std::string& path)
-    : file_(std::make_unique<MappedFile>(path)) {
-  const std::string_view text = file_->text();
-  if (text.size() < 8) {
-    fail_input(path, "{} bytes, expected a safetensors file{}", text.size(), looks_like(text));
-  }
-  uint64_t header_nbytes = 0;
-  for (size_t i = 0; i < 8; ++i) {
-    header_nbytes |= uint64_t{static_cast<unsigned char>(text[i])} << (8 * i);
-  }
-  const uint64_t limit = std::min<uint64_t>(text.size() - 8, kMaxHeaderNbytes);
-  if (header_nbytes > limit) {
-    fail_input(path, "header of {} bytes, expected at most {}{}", header_nbytes, limit,
-               looks_like(text));
-  }
-  const int64_t data_begin = 8 + static_cast<int64_t>(header_nbytes);
+    : SafetensorsFile(std::make_unique<MappedFile>(path)) {}
+
+SafetensorsFile::SafetensorsFile(std::unique_ptr<MappedFile> mapped) : file_(std::move(mapped)) {
+  const std::string& path = file_->path();
+  const std::string_view header_text = header_of(*file_);
+  const int64_t data_begin = 8 + std::ssize(header_text);
   const int64_t data_nbytes = file_->nbytes() - data_begin;
-  const json header = parse_header(path, text.substr(8, header_nbytes));
+  const json header = parse_header(path, header_text);
+  metadata_ = parse_metadata(path, header);
 
   struct Found {
     SafetensorsEntry entry;
@@ -189,14 +210,7 @@ SafetensorsFile::SafetensorsFile(const std::string& path)
   std::vector<Found> found;
   for (const auto& [name, info] : header.items()) {
     if (!info.is_object()) fail_input(path, "tensor {}: {}, expected an object", name, info.dump());
-    if (name == kMetadata) {
-      for (const auto& [key, value] : info.items()) {
-        if (!value.is_string())
-          fail_input(path, "metadata {}: {}, expected a string", key, value.dump());
-        metadata_[key] = value.get<std::string>();
-      }
-      continue;
-    }
+    if (name == kMetadata) continue;
     const StoredDType dtype = parse_dtype(path, name, info);
     const auto shape_nbytes = parse_shape(path, name, info, dtype);
     const auto offsets = parse_offsets(path, name, info, data_nbytes);
@@ -222,11 +236,20 @@ SafetensorsFile::SafetensorsFile(const std::string& path)
   if (covered != data_nbytes) {
     fail_input(path, "{} bytes of data, expected {} as the header says", data_nbytes, covered);
   }
+  for (size_t i = 0; i < entries_.size(); ++i) by_name_.emplace(entries_[i].name, i);
+  file_->check();
+}
+
+std::map<std::string, std::string> read_safetensors_metadata(const std::string& path) {
+  const MappedFile file(path);
+  auto metadata = parse_metadata(path, parse_header(path, header_of(file)));
+  file.check();
+  return metadata;
 }
 
 const SafetensorsEntry& SafetensorsFile::find(std::string_view name) const {
-  for (const SafetensorsEntry& entry : entries_) {
-    if (entry.name == name) return entry;
+  if (const auto found = by_name_.find(name); found != by_name_.end()) {
+    return entries_[found->second];
   }
   fail_input(file_->path(), "no tensor {} among {}, expected it", name, entries_.size());
 }
@@ -272,7 +295,7 @@ SafetensorsWriter::SafetensorsWriter(const std::string& path, std::vector<Safete
     offsets_.push_back(offset);
     offset += entry.nbytes();
   }
-  fd_ = ::open((path_ + ".tmp").c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
+  fd_ = open_new_file(path_ + ".tmp");
   if (fd_ < 0) fail(std::strerror(errno));
   try {
     write_bytes(0, text.data(), static_cast<int64_t>(text.size()));

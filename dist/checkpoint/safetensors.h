@@ -7,6 +7,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <unordered_map>
 #include <vector>
 
 #include "core/dtype.h"
@@ -54,22 +55,29 @@ std::optional<DType> dtype_from_safetensors(std::string_view name);
 class SafetensorsFile {
  public:
   explicit SafetensorsFile(const std::string& path);
+  explicit SafetensorsFile(std::unique_ptr<MappedFile> file);
 
   const std::vector<SafetensorsEntry>& entries() const { return entries_; }  ///< in file order
   const std::map<std::string, std::string>& metadata() const { return metadata_; }
   /// InputError with the file's name if there is no such tensor.
   const SafetensorsEntry& find(std::string_view name) const;
-  /// The bytes of `entry`, which is one of `entries()`; not aligned.
+  /// The bytes of `entry`, which is one of `entries()`; not aligned. They count after `check()`.
   const void* data(const SafetensorsEntry& entry) const;
   /// All bytes.
   std::string_view text() const { return file_->text(); }
+  /// MappedFile::check: the bytes that were read are those of the file. InputError.
+  void check() const { file_->check(); }
 
  private:
   std::unique_ptr<MappedFile> file_;
   std::vector<SafetensorsEntry> entries_;
   std::vector<int64_t> offsets_;  // of the bytes of each entry in the file
+  std::unordered_map<std::string_view, size_t> by_name_;
   std::map<std::string, std::string> metadata_;
 };
+
+/// The metadata alone, also of a file whose data is not all there. InputError.
+std::map<std::string, std::string> read_safetensors_metadata(const std::string& path);
 
 /// What a file begins with: the length and the JSON of its tensors in their order, padded so that
 /// the data after it begins at a multiple of `alignment` bytes. Error if a name comes twice.

@@ -2,11 +2,13 @@
 
 #include <sched.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <cmath>
 #include <condition_variable>
@@ -86,6 +88,13 @@ class SliceHasher {
 
 }  // namespace
 
+/// A complete checkpoint of this run.
+struct CheckpointWriter::Known {
+  std::string dir;
+  int64_t step, sequence;
+  std::optional<double> val_loss;
+};
+
 /// Runs jobs one after the other, below the priority of the threads that compute.
 class CheckpointWriter::Thread {
  public:
@@ -110,16 +119,6 @@ class CheckpointWriter::Thread {
         finish(State::kDone, "");
       } catch (const std::exception& error) {
         finish(State::kFailed, error.what());
-      }
-    });
-  }
-  /// A job that nobody waits for; what goes wrong is a warning.
-  void start_aside(std::function<void()> job) {
-    push([job = std::move(job)] {
-      try {
-        job();
-      } catch (const std::exception& error) {
-        log_warning("{}", error.what());
       }
     });
   }
@@ -206,27 +205,28 @@ std::optional<SaveResult> CheckpointWriter::advance(std::span<const State> state
     return std::find(states.begin(), states.end(), state) != states.end();
   };
   if (any(State::kBusy)) return std::nullopt;
+  if (phase_ == Phase::kCleanup) {
+    if (thread_->state() == State::kFailed) log_warning("{}", thread_->error());
+    return end(std::exchange(error_, ""));
+  }
   if (any(State::kFailed)) {
     std::string error;
     for (const std::string& text : world_.control().all_gather(thread_->error())) {
       if (error.empty()) error = text;  // of the lowest rank that has one
     }
+    error_ = std::move(error);
+    phase_ = Phase::kCleanup;
+    thread_->set_idle();
     if (world_.rank() == 0) {  // what is there of it takes room and will never be complete
-      thread_->start_aside([dir = options_.dir + "/" + step_directory_name(progress_.step)] {
-        if (fs::exists(dir)) remove_checkpoint(dir);
+      thread_->start([dir = partial_dir(), run = options_.run] {
+        if (!fs::exists(dir)) return;
+        remove_checkpoint(dir, run);
+        ::rmdir(dir.c_str());  // no rank may have come to a file in it
       });
     }
-    return end(error);
+    return std::nullopt;
   }
-  if (phase_ == Phase::kManifest) {
-    // What was damaged at this step is whole now.
-    std::erase(options_.damaged, options_.dir + "/" + step_directory_name(progress_.step));
-    if (world_.rank() == 0) {
-      thread_->start_aside(
-          [this, step = progress_.step, damaged = options_.damaged] { prune(step, damaged); });
-    }
-    return end("");
-  }
+  if (phase_ == Phase::kManifest) return end("");
   // All files are on the disk.
   std::vector<RankRecord> records;
   for (const std::string& text : world_.control().all_gather(to_json(record_))) {
@@ -274,11 +274,10 @@ SaveResult CheckpointWriter::end(std::string error) {
 }
 
 RankRecord CheckpointWriter::write_file(const Progress& progress) const {
-  const std::string dir = options_.dir + "/" + step_directory_name(progress.step);
+  check_place();
+  const std::string dir = partial_dir();
+  if (fs::is_symlink(dir)) throw IoError(dir + ": a link, expected none, or a directory");
   make_directory_durably(dir);
-  // A checkpoint that is being written anew (a run that went back) is none from here on.
-  std::error_code ignored;
-  if (world_.rank() == 0 && fs::remove(dir + "/" + kManifestName, ignored)) sync_directory(dir);
   const std::string header = safetensors_header(snapshot_->entries(),
                                                 {{"format", "tessera checkpoint"},
                                                  {"run", options_.run},
@@ -310,15 +309,78 @@ RankRecord CheckpointWriter::write_file(const Progress& progress) const {
   return record;
 }
 
-void CheckpointWriter::commit(const Manifest& manifest) const {
-  const std::string dir = options_.dir + "/" + step_directory_name(manifest.progress.step);
-  // Files of an earlier save of this step by more ranks.
-  std::set<std::string> names;
-  for (const FileRecord& file : manifest.files) names.insert(file.name);
-  for (const auto& entry : fs::directory_iterator(dir)) {
-    if (!names.contains(entry.path().filename().string())) fs::remove_all(entry.path());
+/// IoError if a checkpoint of this run cannot take the name: what is there is not of this run, or
+/// cannot be told to be.
+void CheckpointWriter::check_place() const {
+  const std::string dir = final_dir(), &run = options_.run;
+  std::error_code error;
+  const fs::file_status status = fs::symlink_status(dir, error);
+  if (status.type() == fs::file_type::not_found) return;
+  const auto refuse = [&](const std::string& found) {
+    throw IoError(fmt::format("{}: {}, expected none, or a checkpoint of run {} that can be read",
+                              dir, found, run));
+  };
+  if (status.type() == fs::file_type::symlink) refuse("a link");
+  if (status.type() != fs::file_type::directory) refuse("no directory");
+  if (is_left_alone(dir)) refuse("a checkpoint that could not be read");
+  if (fs::is_empty(dir, error) || is_checkpoint_of(dir, run)) return;
+  std::string found = "a directory of something else";
+  try {
+    found = "a checkpoint of run " + CheckpointReader(dir).manifest().run;
+  } catch (const UnreadableCheckpointError&) {
+    if (fs::exists(dir + "/" + kManifestName)) found = "a checkpoint that cannot be read";
+  } catch (const CheckpointError&) {
+    found = "a damaged checkpoint";
   }
+  refuse(found);
+}
+
+bool CheckpointWriter::is_left_alone(const std::string& dir) const {
+  const auto& all = options_.leave_alone;
+  return std::find(all.begin(), all.end(), dir) != all.end();
+}
+
+std::string CheckpointWriter::final_dir() const {
+  return options_.dir + "/" + step_directory_name(progress_.step);
+}
+std::string CheckpointWriter::partial_dir() const {
+  return final_dir() + std::string(kPartialSuffix);
+}
+
+void CheckpointWriter::commit(Manifest manifest) {
+  const std::string dir = partial_dir();
+  std::set<std::string> names;
+  for (const FileRecord& file : manifest.files) {
+    names.insert(file.name);
+    const std::string path = dir + "/" + file.name;
+    struct stat status {};
+    if (::stat(path.c_str(), &status) != 0) throw IoError(describe_io_error(path, errno, 0));
+    if (status.st_size != file.nbytes) {
+      throw IoError(fmt::format("{}: {} bytes, expected the {} that its rank has written", path,
+                                status.st_size, file.nbytes));
+    }
+  }
+  // Files that an earlier process with more ranks left here.
+  for (const auto& entry : fs::directory_iterator(dir)) {
+    const std::string name = entry.path().filename().string();
+    if (!names.contains(name) && is_checkpoint_file_name(name)) fs::remove(entry.path());
+  }
+  std::vector<Known> known = known_checkpoints();
+  for (const Known& k : known) manifest.sequence = std::max(manifest.sequence, k.sequence);
+  ++manifest.sequence;
+  if (first_sequence_ == 0) first_sequence_ = manifest.sequence;
   write_durably(dir + "/" + kManifestName, to_json(manifest));
+  check_place();
+  replace_directory(dir, final_dir());
+  try {
+    if (fs::exists(dir)) {  // an earlier save of this step
+      remove_checkpoint(dir, options_.run);
+      ::rmdir(dir.c_str());
+    }
+    prune(manifest, std::move(known));
+  } catch (const std::exception& error) {  // the checkpoint is complete all the same
+    log_warning("{}", error.what());
+  }
 }
 
 std::vector<size_t> superfluous_checkpoints(std::span<const CheckpointRank> checkpoints,
@@ -336,33 +398,37 @@ std::vector<size_t> superfluous_checkpoints(std::span<const CheckpointRank> chec
   return superfluous;
 }
 
-/// After the save of `step`. Later ones are of a run that went back to before them.
-void CheckpointWriter::prune(int64_t step, const std::vector<std::string>& damaged) const {
-  std::vector<CheckpointPlace> places = list_checkpoints(options_.dir);
-  std::erase_if(places, [&](const CheckpointPlace& place) { return place.step > step; });
-  for (const std::string& dir : damaged) {
-    const auto found = std::find_if(places.begin(), places.end(),
-                                    [&](const CheckpointPlace& p) { return p.dir == dir; });
-    if (found == places.end()) continue;
-    remove_checkpoint(dir);
-    places.erase(found);
-  }
-  std::vector<CheckpointRank> ranks;
-  for (const CheckpointPlace& place : places) {
-    CheckpointRank rank{place.step, std::nullopt};
+std::vector<CheckpointWriter::Known> CheckpointWriter::known_checkpoints() const {
+  std::vector<Known> known;
+  for (const CheckpointPlace& place : list_checkpoints(options_.dir)) {
+    if (fs::is_symlink(place.dir) || is_left_alone(place.dir)) continue;
     try {
-      rank.val_loss = CheckpointReader(place.dir).manifest().progress.val_loss;
-    } catch (const CheckpointError& error) {
-      log_warning("{}", error.what());  // it counts as one without a validation loss
+      const Manifest manifest = CheckpointReader(place.dir).manifest();
+      if (manifest.run != options_.run) continue;
+      known.push_back({place.dir, place.step, manifest.sequence, manifest.progress.val_loss});
+    } catch (const CheckpointError&) {  // nothing that this run has made, as far as can be told
     }
-    ranks.push_back(rank);
   }
+  return known;
+}
+
+/// After a save, with those before it, the newest first.
+void CheckpointWriter::prune(const Manifest& saved, std::vector<Known> known) const {
+  const int64_t step = saved.progress.step;
+  // Of this step: it has been replaced. Later ones: somebody went back to before them on purpose,
+  // unless it was this run itself.
+  std::erase_if(known, [&](const Known& k) {
+    return k.step == step || (k.step > step && k.sequence < first_sequence_);
+  });
+  known.insert(known.begin(), {final_dir(), step, saved.sequence, saved.progress.val_loss});
+  std::vector<CheckpointRank> ranks;
+  for (const Known& k : known) ranks.push_back({k.step, k.val_loss});
   for (const size_t i : superfluous_checkpoints(ranks, options_.keep, options_.keep_best)) {
-    remove_checkpoint(places[i].dir);
+    remove_checkpoint(known[i].dir, options_.run);
   }
-  // What an earlier process left half-written; a newer one may be in the making.
+  // What earlier saves left half-written. This one was the only one in the making.
   for (const CheckpointPlace& place : list_incomplete(options_.dir)) {
-    if (place.step < step) remove_checkpoint(place.dir);
+    remove_checkpoint(place.dir, options_.run);
   }
 }
 

@@ -18,8 +18,8 @@ struct CheckpointOptions {
   std::string run;        ///< Manifest::run
   int64_t keep = 3;       ///< newest ones that stay
   bool keep_best = true;  ///< and the one with the lowest validation loss
-  /// Directories that were found damaged: they go with the first complete save, and do not count.
-  std::vector<std::string> damaged = {};
+  /// Directories that are neither removed nor replaced, and do not count: they could not be read.
+  std::vector<std::string> leave_alone = {};
 };
 
 /// How a save ended, the same on all ranks.
@@ -32,11 +32,16 @@ struct SaveResult {
 
 /// Saves checkpoints while training goes on. `begin` enqueues a copy into host memory; a thread of
 /// each rank writes and flushes the rank's file; when all ranks have heard of each other that they
-/// are done (a byte each, in `poll`'s exchange), rank 0's thread writes the manifest, and when that
-/// is on the disk the save is complete and old checkpoints are removed. No collective waits for a
-/// disk: ranks exchange states, never results that are not there. All ranks make the same calls in
-/// the same order; errors of the disk are results, not exceptions.
-/// Memory   this rank's part of the state once more, in host memory
+/// are done (a byte each, in `poll`'s exchange), rank 0's thread writes the manifest, gives the
+/// directory its name and removes old checkpoints; then the save is complete. No collective waits
+/// for a disk: ranks exchange states, never results that are not there. All ranks make the same
+/// calls in the same order; errors of the disk are results, not exceptions.
+///
+/// "Old" is what was saved earlier: after a step back (guard.spike=rewind) that is not a lower
+/// step, and a step may be saved twice, the second in place of the first. Only checkpoints of
+/// `run` are removed, see remove_checkpoint; those of higher steps that were there before this
+/// writer neither count nor go. No rank begins to write the next checkpoint before rank 0 is
+/// through with the removal. Memory   this rank's part of the state once more, in host memory
 class CheckpointWriter {
  public:
   /// What `exchange` carries from each rank.
@@ -62,11 +67,17 @@ class CheckpointWriter {
 
  private:
   class Thread;
-  enum class Phase : uint8_t { kIdle, kFiles, kManifest };
+  enum class Phase : uint8_t { kIdle, kFiles, kManifest, kCleanup };
 
   RankRecord write_file(const Progress& progress) const;
-  void commit(const Manifest& manifest) const;
-  void prune(int64_t step, const std::vector<std::string>& damaged) const;
+  struct Known;
+  void commit(Manifest manifest);
+  void prune(const Manifest& saved, std::vector<Known> known) const;
+  std::vector<Known> known_checkpoints() const;
+  void check_place() const;
+  bool is_left_alone(const std::string& dir) const;
+  std::string final_dir() const;
+  std::string partial_dir() const;
   SaveResult end(std::string error);
 
   World& world_;
@@ -75,9 +86,11 @@ class CheckpointWriter {
   std::unique_ptr<Snapshot> snapshot_;
   Phase phase_ = Phase::kIdle;
   Progress progress_;  // of the save in progress
+  std::string error_;  // of the save that is being cleaned up
   int64_t nbytes_ = 0;
   int64_t begin_ns_ = 0;
-  RankRecord record_;  // written by the thread before it is done
+  RankRecord record_;           // written by the thread before it is done
+  int64_t first_sequence_ = 0;  // of this writer's saves; 0: none yet. Rank 0's thread
   std::unique_ptr<Thread> thread_;
 };
 

@@ -1,6 +1,7 @@
 #include "apps/data.h"
 
 #include <cstring>
+#include <filesystem>
 #include <set>
 
 #include "test/temp_dir.h"
@@ -49,6 +50,36 @@ Config text_config(const std::string& path) {
 }
 
 }  // namespace
+
+TEST_CASE("data: a text or shard that is cut while it is read is named", "[data]") {
+  const testing::TempDir dir;
+  const auto error = [&](const std::string& path, const Corpus& corpus) {
+    const TrainSamples samples(corpus, options(8));
+    samples.batch(0, 4);
+    const auto nbytes = std::filesystem::file_size(path);
+    std::filesystem::resize_file(path, 4096);
+    std::string message;  // where the samples come to what is gone
+    for (int64_t i = 0; i < samples.num_samples() && message.empty(); ++i) {
+      message = error_of([&] { samples.batch(i, 1); });
+    }
+    CHECK(message == fmt::format("{}: cut to 4096 bytes while it was read, expected {} as before",
+                                 path, nbytes));
+  };
+  for (const int width : {2, 4}) {
+    const bool is_u16 = width == 2;
+    const std::string shard =
+        dir.write("shard", shard_bytes(is_u16 ? std::vector<int32_t>{20240520, 1, 9000}
+                                              : std::vector<int32_t>{20240801, 7, 9000},
+                                       width, 9000));
+    Corpus corpus;
+    corpus.shards.push_back(load_token_shard(shard));
+    error(shard, corpus);
+  }
+  const std::string text = dir.write("text", std::string(20000, 'x'));
+  Config config = text_config(text);
+  config.data.tokenizer = "byte";
+  error(text, load_data(config).train);
+}
 
 TEST_CASE("data: a permutation visits every index once, for any count", "[data]") {
   for (const int64_t count : {1, 2, 3, 4, 5, 7, 16, 17, 100, 1000, 4099}) {

@@ -101,6 +101,22 @@ for words in "${launches[@]}"; do
 done
 
 launch=()
+# A text that is cut while a run reads it: when the run has begun, its next samples are gone.
+seq 20000 >"$dir/long"
+mkdir "$dir/cut"
+"$train" "$config" --device=cpu --data.text="$dir/long" --output.dir="$dir/cut" \
+  --train.steps=1000000000 --train.micro_batch=2 --train.log_every=1 >"$dir/log" 2>&1 &
+pid=$!
+while ! grep -q "^step 2/" "$dir/log" && kill -0 "$pid" 2>/dev/null; do sleep 0.1; done
+truncate -s 4096 "$dir/long"
+wait "$pid"
+actual=$?
+if [ "$actual" != 3 ] || ! grep -q "^error: .*long: cut to 4096 bytes while it was read" "$dir/log" ||
+  ! grep -q '"failed".*cut to 4096 bytes' "$dir/cut/status.json"; then
+  echo "a text that is cut: exit status $actual, $(cat "$dir/cut/status.json")"
+  tail -3 "$dir/log"
+  failures=$((failures + 1))
+fi
 if [ -e /dev/full ]; then
   full() { "$@" >/dev/full; }
   expect 7 "standard output: cannot be written: No space left on device" \

@@ -84,7 +84,7 @@ struct SavedRun {
   std::string copy(const std::string& name) const {
     const std::string out = dir / name;
     std::filesystem::copy(dir / "out", out, std::filesystem::copy_options::recursive);
-    dist::remove_checkpoint(out + "/" + dist::step_directory_name(kSteps));
+    std::filesystem::remove_all(out + "/" + dist::step_directory_name(kSteps));
     return out;
   }
   Config resumed(const std::string& out, std::vector<std::string> extra = {}) const {
@@ -341,6 +341,103 @@ TEST_CASE("resume: auto without checkpoints starts; damaged ones are passed over
   CHECK_THAT(error_on(2, small_config(dir, {"--checkpoint.resume=" + dir / "out/step-00000015",
                                             "--output.dir=" + dir / "new"})),
              Catch::Contains("step-00000015/rank-00001.safetensors: tensor "));
+}
+
+TEST_CASE("resume: damaged ones are kept beside, under a name that no resume takes", "[resume]") {
+  const SavedRun saved(2);
+  const std::string out = saved.dir / "out", step = out + "/step-00000020";
+  std::filesystem::resize_file(step + "/rank-00001.safetensors", 1000);
+  train_on(1, saved.resumed(out, {"--fsdp.strategy=no_shard"}));
+  CHECK(saved_steps(out) == std::vector<int64_t>{20, 10});
+  CHECK(std::filesystem::file_size(step + ".damaged/rank-00001.safetensors") == 1000);
+  CHECK(std::filesystem::exists(step + ".damaged/manifest.json"));
+}
+
+TEST_CASE("resume: a checkpoint that cannot be read ends it with status 4 unless it may be skipped",
+          "[resume]") {
+  const SavedRun saved(2);
+  const std::string out = saved.dir / "out", manifest = out + "/step-00000020/manifest.json";
+  nlohmann::json object = nlohmann::json::parse(read_file(manifest));
+  object["version"] = 3;
+  object.erase("xxh64");
+  const std::string newer = object.dump();
+  std::ofstream(manifest) << newer;
+  try {
+    train_on(2, saved.resumed(out));
+    FAIL("resumed");
+  } catch (const CheckpointError& error) {
+    CHECK(error.exit_status() == 4);
+    CHECK(std::string(error.what()) ==
+          manifest +
+              ": format version 3, expected at most 2; it may be whole, so nothing older is "
+              "used and it stays as it is: mend what keeps it from being read, or go on from "
+              "the one before it with --resume.skip_unreadable");
+  }
+  train_on(2, saved.resumed(out, {"--checkpoint.resume_skip_unreadable=true"}));
+  CHECK(losses(out) == saved.expected);
+  CHECK(read_file(manifest) == newer);
+}
+
+TEST_CASE("resume: rewinds below complete checkpoints fail no save and leave whole ones",
+          "[resume]") {
+  const TempDir dir;
+  // Half of all losses are spikes, soon each is; one checkpoint stays, so that each save removes
+  // one. A save that fails would end the run with another error.
+  const Config config =
+      small_config(dir, {"--train.steps=60", "--checkpoint.every=1", "--checkpoint.keep=1",
+                         "--checkpoint.best=false", "--checkpoint.on_error=stop",
+                         "--guard.spike=rewind", "--guard.spike_window=4", "--guard.spike_z=0.5",
+                         "--guard.max_spikes=30", "--guard.snapshot_every=10", "--optim.lr=0.02"});
+  try {
+    train_on(2, config);
+    FAIL("no spike");
+  } catch (const NumericsError& error) {
+    CHECK_THAT(error.what(), Catch::Contains("standard deviations above the last 4"));
+  }
+  const std::vector<int64_t> steps = saved_steps(dir / "out");
+  REQUIRE(steps.size() == 1);
+  CHECK(dist::list_incomplete(dir / "out").empty());
+  const dist::CheckpointReader reader(dir / ("out/" + dist::step_directory_name(steps[0])));
+  reader.check_sizes();
+  reader.check_files();
+  // Steps were saved again, with other samples.
+  CHECK(reader.manifest().sequence > steps[0]);
+  CHECK(reader.manifest().progress.next_sample > steps[0] * 24);
+}
+
+TEST_CASE("resume: no save, snapshot, evaluation or sample races with a gather", "[resume]") {
+  // At the end, train() throws what the order checker has found.
+  for (const char* strategy : {"full_shard", "shard_grad_op", "shard_optim", "no_shard",
+                               "hybrid_shard", "hybrid_shard_zero2"}) {
+    for (const int communicators : {1, 2}) {
+      CAPTURE(strategy, communicators);
+      const TempDir dir;
+      const bool is_hybrid = std::string_view(strategy).starts_with("hybrid");
+      std::vector<std::string> extra = {"--train.steps=6",
+                                        "--train.global_batch=8",
+                                        "--checkpoint.every=2",
+                                        "--train.eval_every=3",
+                                        "--guard.spike=rewind",
+                                        "--guard.spike_window=2",
+                                        "--guard.spike_z=0.5",
+                                        "--guard.snapshot_every=2",
+                                        "--guard.max_spikes=1000",
+                                        "--sample.tokens=3",
+                                        "--sample.prompt=l",
+                                        "--debug.order_check=true",
+                                        "--fsdp.prefetch_forward=5",
+                                        fmt::format("--fsdp.strategy={}", strategy),
+                                        fmt::format("--fsdp.communicators={}", communicators)};
+      if (is_hybrid) extra.push_back("--fsdp.shard_size=2");
+      const int world_size = is_hybrid ? 4 : 2;
+      train_on(world_size, small_config(dir, extra));
+      extra.push_back("--train.steps=8");
+      extra.erase(extra.begin());
+      extra.push_back("--checkpoint.resume=auto");
+      train_on(world_size, small_config(dir, extra));
+      CHECK(saved_steps(dir / "out").front() == 8);
+    }
+  }
 }
 
 TEST_CASE("resume: F33: checkpoints of another run are not mixed with new ones", "[resume]") {

@@ -4,6 +4,7 @@
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -25,13 +26,14 @@ namespace {
 struct Faults {
   enum Kind {
     kNone,
-    kKill,       ///< from call `at` on nothing happens any more: the process is dead
-    kKillShort,  ///< the same, but call `at` still writes half of its bytes
-    kFail,       ///< call `at` of `call` fails with `error`
-    kShort,      ///< every write takes at most 1000 bytes
-    kNoDirect,   ///< writes past the page cache fail with EINVAL, as on a disk with larger blocks
-    kHold,       ///< every fsync and pwrite waits for `set_faults(kNone)`, at most kLongestHold
-    kInterrupt,  ///< every second call of `call` fails with EINTR
+    kKill,        ///< from call `at` on nothing happens any more: the process is dead
+    kKillShort,   ///< the same, but call `at` still writes half of its bytes
+    kFail,        ///< call `at` of `call` fails with `error`
+    kShort,       ///< every write takes at most 1000 bytes
+    kNoDirect,    ///< writes past the page cache fail with EINVAL, as on a disk with larger blocks
+    kHold,        ///< every fsync and pwrite waits for `set_faults(kNone)`, at most kLongestHold
+    kNoExchange,  ///< renameat2 knows no flags, as on NFS
+    kInterrupt,   ///< every second call of `call` fails with EINTR
   };
   std::atomic<Kind> kind{kNone};
   std::atomic<int64_t> at{0};
@@ -97,6 +99,7 @@ Verdict judge(const char* call) {
     return kind == Faults::kKillShort && n == faults.at ? Verdict::kHalf : Verdict::kFail;
   }
   if (kind == Faults::kShort) return Verdict::kHalf;
+  if (kind == Faults::kNoExchange) return Verdict::kGo;
   if (kind == Faults::kNoDirect) {
     if (std::string_view(call) != "write") return Verdict::kGo;
     ++faults.count;
@@ -178,6 +181,19 @@ int rename(const char* from, const char* to) noexcept {
   return judge("rename") == Verdict::kFail ? -1 : real(from, to);
 }
 
+int renameat2(int from_dir, const char* from, int to_dir, const char* to, unsigned flags) noexcept {
+  static const auto real = next<int (*)(int, const char*, int, const char*, unsigned)>("renameat2");
+  if (!is_checkpoint(to)) return real(from_dir, from, to_dir, to, flags);
+  const bool exchanges = flags == RENAME_EXCHANGE;
+  if (faults.kind == Faults::kNoExchange && flags != 0) {
+    errno = EINVAL;
+    return -1;
+  }
+  return judge(exchanges ? "exchange" : "renameat2") == Verdict::kFail
+             ? -1
+             : real(from_dir, from, to_dir, to, flags);
+}
+
 int mkdir(const char* path, mode_t mode) noexcept {
   static const auto real = next<int (*)(const char*, mode_t)>("mkdir");
   if (!is_checkpoint(path)) return real(path, mode);
@@ -236,14 +252,16 @@ FsdpRun still_run(const std::function<void(const dist::TrainingState&, dist::Wor
 
 /// Saves step `step` on `num_ranks` ranks; the result.
 dist::SaveResult save(const std::string& dir, int64_t step, int num_ranks = 1,
-                      const std::string& run = "r", int64_t keep = 3) {
+                      const std::string& run = "r", int64_t keep = 3,
+                      const std::vector<std::string>& leave_alone = {}) {
   std::mutex mutex;
   std::optional<dist::SaveResult> result;
   run_fsdp_on_threads(num_ranks, still_run([&](const dist::TrainingState& state, dist::World& w) {
                         Tensor master = state.fsdp->shards()[0].master;
                         master.fill_(static_cast<double>(step));
-                        dist::CheckpointWriter writer(w, state,
-                                                      {.dir = dir, .run = run, .keep = keep});
+                        dist::CheckpointWriter writer(
+                            w, state,
+                            {.dir = dir, .run = run, .keep = keep, .leave_alone = leave_alone});
                         const bool is_first = !writer.begin(progress_of(step)).has_value();
                         const auto mine = writer.finish();
                         const std::lock_guard lock(mutex);
@@ -257,23 +275,26 @@ dist::SaveResult save(const std::string& dir, int64_t step, int num_ranks = 1,
 struct Loaded {
   int64_t step = -1;  ///< -1: nothing chosen
   double value = 0;   ///< of the first shard
-  std::vector<std::string> damaged;
+  std::vector<std::string> damaged, unreadable;
 };
 
 /// Chooses and loads on `num_ranks` ranks.
-Loaded load(const std::string& dir, int num_ranks = 1, const std::string& run = "r") {
+Loaded load(const std::string& dir, int num_ranks = 1, const std::string& run = "r",
+            bool skips_unreadable = false) {
   std::mutex mutex;
   Loaded loaded;
-  run_fsdp_on_threads(
-      num_ranks, still_run([&](const dist::TrainingState& state, dist::World& w) {
-        const dist::ChosenCheckpoint chosen = dist::choose_checkpoint(w, dir, run);
-        if (chosen.reader == nullptr) return;
-        dist::check_tensors(*chosen.reader, state);
-        dist::load_state(*chosen.reader, state);
-        const std::vector<double> values = state.fsdp->shards()[0].master.to_vector();
-        const std::lock_guard lock(mutex);
-        loaded = {chosen.reader->manifest().progress.step, values[0], chosen.damaged};
-      }));
+  run_fsdp_on_threads(num_ranks, still_run([&](const dist::TrainingState& state, dist::World& w) {
+                        const dist::ChosenCheckpoint chosen =
+                            dist::choose_checkpoint(w, dir, run, skips_unreadable);
+                        if (chosen.reader == nullptr) return;
+                        dist::check_tensors(*chosen.reader, state);
+                        dist::load_state(*chosen.reader, state);
+                        const std::vector<double> values =
+                            state.fsdp->shards()[0].master.to_vector();
+                        const std::lock_guard lock(mutex);
+                        loaded = {chosen.reader->manifest().progress.step, values[0],
+                                  chosen.damaged, chosen.unreadable};
+                      }));
   return loaded;
 }
 
@@ -378,6 +399,30 @@ TEST_CASE("durable file: the same bytes past the page cache, through it, and in 
   }
 }
 
+TEST_CASE("durable file: what is logged stays out of it where standard descriptors are closed",
+          "[checkpoint]") {
+  const TempDir dir;
+  const pid_t child = ::fork();
+  if (child == 0) {
+    for (const int fd : {0, 1, 2}) ::close(fd);
+    dist::DurableFile file(dir / "file", 8);
+    dist::SafetensorsWriter writer(dir / "weights", {{"w", kU8, {2}}});
+    for (const int fd : {0, 1, 2}) {
+      if (::write(fd, "log", 3) >= 0) ::_exit(1);
+    }
+    file.write("contents", 8);
+    file.commit();
+    writer.write("w", "ab", 2);
+    writer.finish();
+    ::_exit(0);
+  }
+  int status = -1;
+  ::waitpid(child, &status, 0);
+  CHECK(status == 0);
+  CHECK(read_file(dir / "file") == "contents");
+  CHECK(read_file(dir / "weights").ends_with("ab"));
+}
+
 TEST_CASE("checkpoint faults: F32: short writes and interrupted calls go on", "[checkpoint]") {
   const TempDir dir;
   set_faults(Faults::kShort);
@@ -409,6 +454,7 @@ TEST_CASE("checkpoint faults: F32: a call that fails is reported and changes not
                         Case{"rename", 1, EIO, "cannot be written: Input/output error"},
                         Case{"rename", 2, EDQUOT, "bytes needed, "},
                         Case{"rename", 3, EIO, "manifest.json: cannot be written: Input/output"},
+                        Case{"exchange", 1, EIO, "cannot get the name "},
                         Case{"open", 1, EACCES, "cannot be written: Permission denied"},
                         Case{"mkdir", 1, EROFS, "cannot be written: Read-only file system"}}) {
     CAPTURE(c.call, c.at, c.error);
@@ -431,7 +477,8 @@ TEST_CASE("checkpoint faults: F31: a full disk is named with bytes needed and fr
   const std::string error = save(dir.path(), 2).error;
   set_faults(Faults::kNone);
   const int64_t nbytes = dist::CheckpointReader(step_dir(dir, 1)).manifest().files[0].nbytes;
-  CHECK_THAT(error, Catch::StartsWith(fmt::format("{}/rank-00000.safetensors: cannot be written: "
+  CHECK_THAT(error, Catch::StartsWith(fmt::format("{}.partial/rank-00000.safetensors: cannot be "
+                                                  "written: "
                                                   "No space left on device ({} bytes needed, ",
                                                   step_dir(dir, 2), nbytes)) &&
                         Catch::EndsWith(" free)"));
@@ -483,7 +530,7 @@ TEST_CASE("checkpoint faults: F11: any flipped byte is found, named, and the pre
 }
 
 TEST_CASE(
-    "checkpoint faults: F14: a missing or cut file is named and the previous one used "
+    "checkpoint faults: F14: a cut file is named and the previous one used, a missing one ends it "
     "(case 37)",
     "[checkpoint]") {
   for (const int num_ranks : {1, 3}) {
@@ -501,8 +548,24 @@ TEST_CASE(
     std::filesystem::remove(path);
     CHECK(error_of([&] { dist::CheckpointReader(step_dir(dir, 2)).check_sizes(); }) ==
           fmt::format("{}: No such file or directory, expected a file of {} bytes", path, size));
-    CHECK(load(dir.path(), num_ranks).step == 1);
-    std::filesystem::remove(step_dir(dir, 1) + "/rank-00000.safetensors");
+    // It may be on a disk that is not mounted: nothing older is used without being asked for.
+    try {
+      load(dir.path(), num_ranks);
+      FAIL("loaded");
+    } catch (const CheckpointError& error) {
+      CHECK(error.exit_status() == 4);
+      CHECK(std::string(error.what()) ==
+            fmt::format("{}: No such file or directory, expected a file of {} bytes; it may be "
+                        "whole, so nothing older is used and it stays as it is: mend what keeps it "
+                        "from being read, or go on from the one before it with "
+                        "--resume.skip_unreadable",
+                        path, size));
+    }
+    const Loaded skipped = load(dir.path(), num_ranks, "r", true);
+    CHECK(skipped.step == 1);
+    CHECK(skipped.damaged.empty());
+    std::filesystem::resize_file(step_dir(dir, 1) + "/rank-00000.safetensors", 9);
+    std::ofstream(path) << "cut";
     // None is whole: all ranks end with the same error (F38), with the status of checkpoints.
     try {
       load(dir.path(), num_ranks);
@@ -535,7 +598,9 @@ TEST_CASE("checkpoint faults: F15: a file of another step or run is named", "[ch
   // The whole checkpoint of another run.
   std::filesystem::copy(step_dir(other, 2), step_dir(dir, 2),
                         overwrite | std::filesystem::copy_options::recursive);
-  CHECK(load(dir.path(), 2).step == 1);
+  const Loaded loaded = load(dir.path(), 2);
+  CHECK(loaded.step == 1);
+  CHECK(loaded.damaged.empty());  // it is somebody's
   CHECK(load(dir.path(), 2, "s").step == 2);
   std::filesystem::remove_all(step_dir(dir, 1));
   CHECK(refusal(dir).ends_with(step_dir(dir, 2) +
@@ -568,25 +633,222 @@ TEST_CASE("checkpoint faults: a damaged manifest is named and the previous one u
   CHECK(load(dir.path()).step == 2);
 }
 
-TEST_CASE("checkpoint faults: damaged ones go and do not count as kept", "[checkpoint]") {
+std::vector<int64_t> steps_in(const std::string& dir) {
+  std::vector<int64_t> steps;
+  for (const auto& place : dist::list_checkpoints(dir)) steps.push_back(place.step);
+  return steps;
+}
+
+TEST_CASE("checkpoint faults: damaged ones are set aside and do not count as kept",
+          "[checkpoint]") {
   const TempDir dir;
   for (const int64_t step : {1, 2, 3}) REQUIRE(save(dir.path(), step).error.empty());
-  std::filesystem::remove(step_dir(dir, 2) + "/rank-00000.safetensors");
+  const std::string damaged = step_dir(dir, 3);
+  std::filesystem::resize_file(damaged + "/rank-00000.safetensors", 100);
+  CHECK(dist::set_checkpoint_aside(damaged) == damaged + ".damaged");
+  CHECK(read_file(damaged + ".damaged/rank-00000.safetensors").size() == 100);
+  REQUIRE(save(dir.path(), 3).error.empty());
+  CHECK(dist::set_checkpoint_aside(damaged) == damaged + ".damaged-2");
+  REQUIRE(save(dir.path(), 4).error.empty());
+  CHECK(steps_in(dir.path()) == std::vector<int64_t>{4, 2, 1});
+  REQUIRE(save(dir.path(), 5, 1, "r", 1).error.empty());
+  CHECK(steps_in(dir.path()) == std::vector<int64_t>{5});
+  for (const char* suffix : {".damaged", ".damaged-2"}) {
+    CHECK(std::filesystem::exists(damaged + suffix + "/manifest.json"));
+  }
+  CHECK_THAT(error_of([&] { dist::set_checkpoint_aside(dir / "step-9"); }),
+             Catch::StartsWith(dir / "step-9: cannot be renamed to " + (dir / "step-9.damaged: ")));
+}
+
+TEST_CASE("checkpoint faults: what cannot be read ends a resume and is never touched",
+          "[checkpoint]") {
+  struct Case {
+    const char* what;
+    std::function<void(const std::string& dir)> make;
+    std::string text;
+  };
+  const auto edit = [](const std::string& dir, const std::function<void(nlohmann::json&)>& change) {
+    nlohmann::json object = nlohmann::json::parse(read_file(dir + "/manifest.json"));
+    object["version"] = 1;  // without a hash of its own
+    change(object);
+    std::ofstream(dir + "/manifest.json") << object.dump();
+  };
+  const Case cases[] = {
+      {"newer version", [&](const std::string& d) { edit(d, [](auto& m) { m["version"] = 3; }); },
+       "/manifest.json: format version 3, expected at most 2; it may be whole, "},
+      {"other format", [&](const std::string& d) { edit(d, [](auto& m) { m["format"] = "x"; }); },
+       "/manifest.json: format \"x\", expected \"tessera checkpoint\"; it may be whole, "},
+      {"other step",
+       [&](const std::string& d) { edit(d, [](auto& m) { m["progress"]["step"] = 7; }); },
+       "/manifest.json: manifest of step 7 (run r), expected step 2; it may be whole, "},
+      {"a directory as a file",
+       [](const std::string& d) {
+         std::filesystem::remove(d + "/rank-00000.safetensors");
+         std::filesystem::create_directory(d + "/rank-00000.safetensors");
+       },
+       "/rank-00000.safetensors: no regular file, expected one of "},
+      {"a manifest that is a directory",
+       [](const std::string& d) {
+         std::filesystem::remove(d + "/manifest.json");
+         std::filesystem::create_directory(d + "/manifest.json");
+       },
+       "/manifest.json: "},
+  };
+  for (const Case& c : cases) {
+    CAPTURE(c.what);
+    const TempDir dir;
+    for (const int64_t step : {1, 2}) REQUIRE(save(dir.path(), step).error.empty());
+    c.make(step_dir(dir, 2));
+    std::filesystem::path odd = step_dir(dir, 2);
+    const auto list = [&] {
+      std::vector<std::string> names;
+      for (const auto& entry : std::filesystem::recursive_directory_iterator(odd)) {
+        names.push_back(entry.path().string());
+      }
+      std::sort(names.begin(), names.end());
+      return names;
+    };
+    const auto before = list();
+    CHECK_THAT(refusal(dir), Catch::StartsWith(odd.string() + c.text));
+    const Loaded loaded = load(dir.path(), 1, "r", true);
+    CHECK(loaded.step == 1);
+    CHECK(loaded.damaged.empty());
+    CHECK(loaded.unreadable == std::vector<std::string>{odd});
+    // Its place is taken: a save of that step fails, others go on, and none removes it.
+    CHECK(save(dir.path(), 2, 1, "r", 1, loaded.unreadable).error ==
+          odd.string() +
+              ": a checkpoint that could not be read, expected none, or a checkpoint of "
+              "run r that can be read");
+    REQUIRE(save(dir.path(), 3, 1, "r", 1, loaded.unreadable).error.empty());
+    CHECK(list() == before);
+  }
+}
+
+TEST_CASE("checkpoint faults: nothing is removed that this run has not made", "[checkpoint]") {
+  const TempDir dir, other;
+  REQUIRE(save(other.path(), 1, 1, "s").error.empty());
+  REQUIRE(save(dir.path(), 2).error.empty());
+  namespace fs = std::filesystem;
+  fs::copy(step_dir(other, 1), step_dir(dir, 1), fs::copy_options::recursive);  // another run's
+  fs::create_directory_symlink(step_dir(dir, 2), step_dir(dir, 3));             // a link to ours
+  fs::create_directories(step_dir(dir, 4) + "/notes");                          // somebody's
+  std::ofstream(step_dir(dir, 4) + "/notes/text") << "mine";
+  std::ofstream(step_dir(dir, 2) + "/notes") << "beside ours";
+  fs::create_directory(step_dir(dir, 5) + ".partial");  // half of a save of another run
+  fs::copy(step_dir(other, 1) + "/rank-00000.safetensors",
+           step_dir(dir, 5) + ".partial/rank-00001.safetensors.tmp");
+  for (const int64_t step : {7, 8}) REQUIRE(save(dir.path(), step, 1, "r", 1).error.empty());
+  CHECK(fs::exists(step_dir(dir, 1) + "/manifest.json"));
+  CHECK(fs::is_symlink(step_dir(dir, 3)));
+  CHECK(read_file(step_dir(dir, 4) + "/notes/text") == "mine");
+  CHECK(fs::exists(step_dir(dir, 5) + ".partial/rank-00001.safetensors.tmp"));
+  // Of our own, all but what is not of a save.
+  CHECK(read_file(step_dir(dir, 2) + "/notes") == "beside ours");
+  CHECK_FALSE(fs::exists(step_dir(dir, 2) + "/manifest.json"));
+  CHECK_FALSE(fs::exists(step_dir(dir, 7)));
+  // Nor is any of them written into.
+  const auto refused = [&](int64_t step) { return save(dir.path(), step).error; };
+  const std::string expected = ", expected none, or a checkpoint of run r that can be read";
+  CHECK(refused(1) == step_dir(dir, 1) + ": a checkpoint of run s" + expected);
+  CHECK(refused(3) == step_dir(dir, 3) + ": a link" + expected);
+  CHECK(refused(4) == step_dir(dir, 4) + ": a directory of something else" + expected);
+  CHECK(load(dir.path()).step == 8);
+  std::ofstream(step_dir(dir, 9)) << "a file";
+  CHECK(refused(9) == step_dir(dir, 9) + ": no directory" + expected);
+  fs::create_directory_symlink(step_dir(dir, 4), step_dir(dir, 10) + ".partial");
+  CHECK(refused(10) == step_dir(dir, 10) + ".partial: a link, expected none, or a directory");
+  // A link under the name of a file that is being written is replaced, not followed.
+  fs::create_directory(step_dir(dir, 11) + ".partial");
+  fs::create_symlink(step_dir(dir, 4) + "/notes/text",
+                     step_dir(dir, 11) + ".partial/rank-00000.safetensors.tmp");
+  CHECK(refused(11).empty());
+  CHECK(read_file(step_dir(dir, 4) + "/notes/text") == "mine");
+}
+
+TEST_CASE("checkpoint faults: after a step back the newest is what was saved last",
+          "[checkpoint]") {
+  for (const Faults::Kind kind : {Faults::kNone, Faults::kNoExchange}) {
+    const TempDir dir;
+    for (const int64_t step : {10, 20, 30}) REQUIRE(save(dir.path(), step).error.empty());
+    // Somebody goes on from 10: 20 and 30 are theirs until they are saved again.
+    set_faults(kind);
+    REQUIRE(save(dir.path(), 15, 1, "r", 1).error.empty());
+    CHECK(steps_in(dir.path()) == std::vector<int64_t>{15, 30, 20});
+    CHECK(load(dir.path()).step == 15);
+    // The run itself goes back: what it has saved in between is old.
+    std::mutex mutex;
+    run_fsdp_on_threads(2, still_run([&](const dist::TrainingState& state, dist::World& w) {
+                          dist::CheckpointWriter writer(w, state,
+                                                        {.dir = dir.path(), .run = "r", .keep = 2});
+                          std::string errors;
+                          bool newest_is_last = true;
+                          for (const int64_t step : {16, 17, 18, 17, 18}) {
+                            writer.begin(progress_of(step));
+                            errors += writer.finish().value().error;
+                            newest_is_last &= steps_in(dir.path()).front() == step;
+                            w.control().barrier();
+                          }
+                          const std::lock_guard lock(mutex);
+                          CHECK(errors.empty());
+                          CHECK(newest_is_last);
+                        }));
+    set_faults(Faults::kNone);
+    CHECK(steps_in(dir.path()) == std::vector<int64_t>{18, 17, 30, 20});
+    for (const int64_t step : {17, 18, 20, 30}) check_whole(dir, step);
+    CHECK(dist::list_incomplete(dir.path()).empty());
+    CHECK(dist::CheckpointReader(step_dir(dir, 18)).manifest().sequence == 9);
+  }
+}
+
+TEST_CASE("checkpoint faults: a file that is cut while it is read is named", "[checkpoint]") {
+  const TempDir dir;
+  FsdpRun run = still_run(nullptr);
+  run.model.width = 96;  // files of several pages
+  run.on_state = [&](const dist::TrainingState& state, dist::World& w) {
+    dist::CheckpointWriter writer(w, state, {.dir = dir.path(), .run = "r"});
+    writer.begin(progress_of(1));
+    writer.finish();
+  };
+  run_fsdp_on_threads(1, run);
+  const dist::CheckpointReader reader(step_dir(dir, 1));
+  reader.check_files();
+  const std::string path = step_dir(dir, 1) + "/rank-00000.safetensors";
+  const auto nbytes = std::filesystem::file_size(path);
+  REQUIRE(nbytes > 5 * 4096);
+  std::filesystem::resize_file(path, 4096);
+  const dist::TensorRecord& tensor = *reader.manifest().find("parameters/embed.weight");
+  std::vector<float> values(static_cast<size_t>(tensor.shape.numel()));
+  const std::string expected =
+      fmt::format("{}: cut to 4096 bytes while it was read, expected {} as before", path, nbytes);
+  CHECK(error_of([&] { reader.read(tensor.name, 0, tensor.shape.numel(), values.data()); }) ==
+        expected);
+  CHECK(error_of([&] { reader.check_files(); }) == expected);
+  CHECK_THROWS_AS(reader.check_files(), dist::UnreadableCheckpointError);
+}
+
+TEST_CASE("checkpoint faults: no manifest is written where a file of a rank is gone",
+          "[checkpoint]") {
+  const TempDir dir;
+  std::mutex mutex;
+  std::string error;
   run_fsdp_on_threads(
-      1, still_run([&](const dist::TrainingState& state, dist::World& w) {
-        dist::CheckpointWriter writer(
-            w, state, {.dir = dir.path(), .run = "r", .keep = 3, .damaged = {step_dir(dir, 2)}});
-        writer.begin(progress_of(4));
-        CHECK(writer.finish()->error.empty());
+      2, still_run([&](const dist::TrainingState& state, dist::World& w) {
+        dist::CheckpointWriter writer(w, state, {.dir = dir.path(), .run = "r"});
+        writer.begin(progress_of(3));
+        while (writer.state() == dist::CheckpointWriter::State::kBusy) std::this_thread::yield();
+        w.control().barrier();
+        if (w.rank() == 0) {
+          std::filesystem::remove(step_dir(dir, 3) + ".partial/rank-00001.safetensors");
+        }
+        w.control().barrier();
+        const auto result = writer.finish();
+        const std::lock_guard lock(mutex);
+        error = result.value().error;
       }));
-  std::vector<int64_t> steps;
-  for (const auto& place : dist::list_checkpoints(dir.path())) steps.push_back(place.step);
-  CHECK(steps == std::vector<int64_t>{4, 3, 1});
-  // Later ones, of a run that went back, neither count nor go.
-  REQUIRE(save(dir.path(), 2, 1, "r", 1).error.empty());
-  steps.clear();
-  for (const auto& place : dist::list_checkpoints(dir.path())) steps.push_back(place.step);
-  CHECK(steps == std::vector<int64_t>{4, 3, 2});
+  CHECK(error == step_dir(dir, 3) +
+                     ".partial/rank-00001.safetensors: cannot be written: No such file or "
+                     "directory");
+  CHECK(std::filesystem::is_empty(dir.path()));
 }
 
 TEST_CASE("checkpoint faults: a slow disk holds up no step, only the next save (case 36)",

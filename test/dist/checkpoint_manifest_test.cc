@@ -39,9 +39,13 @@ Manifest example() {
   return m;
 }
 
-/// The message for the example after `change`, without the path in front.
+/// The message for the example after `change`, without the path in front; in the form without a
+/// hash at the end.
 std::string message(const std::function<void(json&)>& change) {
   json object = json::parse(to_json(example()));
+  object["version"] = 1;
+  object.erase("xxh64");
+  object.erase("sequence");
   change(object);
   const std::string text = error_of([&] { parse_manifest("m.json", object.dump()); });
   return text.starts_with("m.json: ") ? text.substr(8) : text;
@@ -79,7 +83,24 @@ TEST_CASE("manifest: records that do not cover a tensor are an internal error", 
 TEST_CASE("manifest: each thing that is wrong is named", "[checkpoint]") {
   CHECK(message([](json& m) { m["format"] = "x"; }) ==
         "format \"x\", expected \"tessera checkpoint\"");
-  CHECK(message([](json& m) { m["version"] = 2; }) == "format version 2, expected 1");
+  CHECK(message([](json& m) { m["version"] = 3; }) == "format version 3, expected at most 2");
+  CHECK(message([](json& m) { m["version"] = 0; }) == "format version 0, expected at most 2");
+  CHECK(message([](json& m) { m["version"] = 2; }) ==
+        "no xxh64 at its end, expected that of all before it (format version 2)");
+  for (const char* key : {"step", "next_sample", "samples_per_step", "num_skipped"}) {
+    CHECK(message([&](json& m) { m["progress"][key] = (1ll << 48) + 1; }) ==
+          fmt::format("progress: {} = 281474976710657, expected at most 281474976710656", key));
+  }
+  CHECK(message([](json& m) { m["progress"]["tokens"] = INT64_MAX; }) ==
+        "progress: tokens = 9223372036854775807, expected at most 4611686018427387904");
+  CHECK(message([](json& m) { m["world_size"] = 1ll << 62; }) ==
+        "2 files of world_size = 4611686018427387904, expected one of each rank");
+  CHECK(message([](json& m) {
+          m["tensors"][1]["shape"] = {1ll << 40};
+          m["tensors"][1]["slices"][1]["end"] = 1ll << 40;
+        }) ==
+        "file rank-00001.safetensors: 50 bytes, expected more for its slices up to that of "
+        "tensor parameters/w");
   CHECK(message([](json& m) { m["version"] = -1; }) ==
         "manifest: version = -1, expected an integer >= 0");
   CHECK(message([](json& m) { m["run"] = 5; }) == "manifest: run = 5, expected a string");
@@ -111,6 +132,89 @@ TEST_CASE("manifest: each thing that is wrong is named", "[checkpoint]") {
   CHECK(message([](json& m) { m["tensors"][1]["name"] = "optimizer/step_count"; }) ==
         "tensor optimizer/step_count after optimizer/step_count, expected each once in "
         "alphabetical order");
+}
+
+TEST_CASE("manifest: any flipped bit is found", "[checkpoint]") {
+  const std::string text = to_json(example());
+  std::string damaged = text;
+  for (size_t i = 0; i < text.size(); ++i) {
+    for (int bit = 0; bit < 8; ++bit) {
+      damaged[i] = static_cast<char>(text[i] ^ (1 << bit));
+      bool is_found = false;
+      try {
+        parse_manifest("m", damaged);
+      } catch (const CheckpointError&) {
+        is_found = true;
+      }
+      if (!is_found) FAIL("bit " << bit << " of byte " << i);
+    }
+    damaged[i] = text[i];
+  }
+  damaged[text.find("70")] = '8';  // the next sample
+  CHECK(error_of([&] { parse_manifest("m", damaged); }) ==
+        "m: its bytes do not have the xxh64 that it ends with, expected them as they were written");
+}
+
+TEST_CASE("manifest: one of before it had a hash and a count of saves is read", "[checkpoint]") {
+  json object = json::parse(to_json(example()));
+  object["version"] = 1;
+  object.erase("xxh64");
+  object.erase("sequence");
+  const Manifest read = parse_manifest("m", object.dump(1) + "\n");
+  CHECK(read.progress.next_sample == 70);
+  CHECK(read.sequence == 0);
+  std::string text = to_json(example());
+  const auto replace = [&](const std::string& from, const std::string& to) {
+    REQUIRE(text.find(from) != std::string::npos);
+    text.replace(text.find(from), from.size(), to);
+  };
+  replace("\"version\": 2", "\"version\": 1");
+  replace(" \"sequence\": 0,\n", "");
+  const auto head = parse_manifest_head(text);
+  REQUIRE(head.has_value());
+  CHECK(head->run == "0123");
+  CHECK(head->sequence == 0);
+}
+
+TEST_CASE("manifest: its head is read from the first lines", "[checkpoint]") {
+  Manifest m = example();
+  m.sequence = 12;
+  const std::string text = to_json(m);
+  CHECK(parse_manifest("m", text).sequence == 12);
+  const auto head = parse_manifest_head(text.substr(0, text.find("progress")));
+  REQUIRE(head.has_value());
+  CHECK(head->run == "0123");
+  CHECK(head->sequence == 12);
+  CHECK_FALSE(parse_manifest_head("").has_value());
+  CHECK_FALSE(parse_manifest_head("{\"a\": {\"run\": \"x\"}}").has_value());
+  CHECK_FALSE(parse_manifest_head(std::string(100000, '[')).has_value());
+}
+
+TEST_CASE("manifest: many slices and tensors are read in a time that grows with the text",
+          "[checkpoint]") {
+  // What takes the square of it does not end before the suite does.
+  Manifest m = example();
+  constexpr int64_t kCount = 100000;
+  m.tensors.clear();
+  m.files[0].nbytes = m.files[1].nbytes = 8 * kCount;
+  TensorRecord sliced{"a", kF32, {kCount}, {}};
+  for (int64_t i = 0; i < kCount; ++i) sliced.slices.push_back({i % 2, i, i + 1, 7});
+  m.tensors.push_back(sliced);
+  for (int64_t i = 0; i < kCount; ++i) {
+    m.tensors.push_back({fmt::format("b{:09}", i), kF32, {1}, {{i % 2, 0, 1, 7}}});
+  }
+  const Manifest read = parse_manifest("m", to_json(m));
+  CHECK(read.tensors.size() == kCount + 1);
+  CHECK(read.tensors[0].slices.size() == kCount);
+}
+
+TEST_CASE("strict JSON: an object of many members takes a time that grows with the text",
+          "[checkpoint]") {
+  constexpr int kCount = 200000;
+  std::string text = "{";
+  for (int i = 0; i < kCount; ++i) text += fmt::format("\"k{}\":{{}},", i);
+  text += "\"last\":1}";
+  CHECK(parse_strict_json("x", text, 4, "").size() == kCount + 1);
 }
 
 TEST_CASE("manifest: F18: a file outside the directory is refused", "[checkpoint]") {
@@ -177,7 +281,8 @@ TEST_CASE("checkpoint paths: a directory, its latest, one checkpoint", "[checkpo
   REQUIRE(list_incomplete(dir.path()).size() == 1);
   CHECK(list_incomplete(dir.path())[0].step == 30);
   CHECK(list_checkpoints(dir / "none").empty());
-  remove_checkpoint(dir / "step-00000010");
+  CHECK_FALSE(remove_checkpoint(dir / "step-00000010", "r"));  // it does not say that it is of "r"
+  std::filesystem::remove_all(dir / "step-00000010");
   CHECK(resolve_checkpoint(dir.path()) == dir / "step-00000009");
   // A manifest in the wrong directory.
   std::filesystem::remove(dir / "step-00000009/manifest.json");

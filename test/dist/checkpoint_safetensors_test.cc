@@ -207,6 +207,31 @@ TEST_CASE("safetensors: a file cut at any byte is refused", "[safetensors]") {
   }
 }
 
+TEST_CASE("safetensors: a file that is cut while it is read is named", "[safetensors]") {
+  const TempDir dir;
+  const std::vector<SafetensorsEntry> entries = {{"w", kF32, {4096}}};
+  const std::string header = safetensors_header(entries);
+  const std::string path = dir.write("m.safetensors", header + std::string(4096 * 4, 'x'));
+  const SafetensorsFile file(path);
+  std::filesystem::resize_file(path, 4096);
+  std::vector<float> values(4096);
+  std::memcpy(values.data(), file.data(file.find("w")), values.size() * sizeof(float));
+  CHECK(error_of([&] { file.check(); }) ==
+        fmt::format("{}: cut to 4096 bytes while it was read, expected {} as before", path,
+                    header.size() + 4096 * 4));
+}
+
+TEST_CASE("safetensors: metadata is read from a file whose data is not all there",
+          "[safetensors]") {
+  const TempDir dir;
+  const std::vector<SafetensorsEntry> entries = {{"w", kF32, {4096}}};
+  const std::string path = dir.write("m", safetensors_header(entries, {{"run", "r"}}) + "half");
+  CHECK(read_safetensors_metadata(path) == std::map<std::string, std::string>{{"run", "r"}});
+  CHECK(read_safetensors_metadata(dir.write("n", safetensors_header(entries))).empty());
+  CHECK(error_of([&] { read_safetensors_metadata(dir.write("o", "half")); }) ==
+        dir / "o: 4 bytes, expected a safetensors file");
+}
+
 TEST_CASE("safetensors: absurd header sizes and other formats are named", "[safetensors]") {
   CHECK(message_of_bytes(std::string(7, 'x')) == "7 bytes, expected a safetensors file");
   CHECK(message_of_bytes(std::string("\0\0\0\0\0\0\0\x80", 8) + "{}") ==

@@ -9,8 +9,9 @@ shift 2
 build=${TESSERA_FUZZ_BUILD:-/tmp/tessera-fuzz}
 mkdir -p "$build/corpus-$target"
 sources=(test/fuzz/libfuzzer.cc test/fuzz/targets.cc apps/data.cc apps/tokenizer.cc
-  core/check.cc core/dtype.cc core/files.cc core/log.cc core/random.cc core/shape.cc core/text.cc
-  dist/checkpoint/hf_config.cc dist/checkpoint/manifest.cc dist/checkpoint/safetensors.cc
+  core/check.cc core/dtype.cc core/fault_guard.cc core/files.cc core/log.cc core/random.cc
+  core/shape.cc core/text.cc
+  dist/checkpoint/durable_file.cc dist/checkpoint/hf_config.cc dist/checkpoint/manifest.cc dist/checkpoint/safetensors.cc
   dist/checkpoint/strict_json.cc)
 cd "$root"
 # What the parsers do not call of their neighbours (models are made in the same file) is not there.

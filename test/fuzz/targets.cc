@@ -88,6 +88,12 @@ std::vector<std::string> seeds_manifest() {
     }
     dist::add_records(manifest, records);
     seeds.push_back(dist::to_json(manifest));
+    // Without a hash of its own, as it was once, mutations come further.
+    std::string first = seeds.back();
+    first.resize(first.rfind(",\n \"xxh64\""));
+    first += "\n}\n";
+    first[first.find("\"version\": ") + 11] = '1';
+    seeds.push_back(first);
   }
   return seeds;
 }
