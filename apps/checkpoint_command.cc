@@ -3,6 +3,8 @@
 #include <fmt/ranges.h>
 
 #include <filesystem>
+#include <map>
+#include <optional>
 
 #include "apps/command_line.h"
 #include "apps/options.h"
@@ -10,9 +12,11 @@
 #include "apps/saved_model.h"
 #include "core/check.h"
 #include "core/files.h"
+#include "core/log.h"
 #include "core/runtime/allocator.h"
 #include "dist/checkpoint/durable_file.h"
 #include "dist/checkpoint/export.h"
+#include "dist/checkpoint/export_dir.h"
 #include "dist/checkpoint/huggingface.h"
 #include "dist/checkpoint/reader.h"
 #include "dist/checkpoint/safetensors.h"
@@ -120,9 +124,54 @@ struct ExportOptions {
   dist::HfWriteOptions hf;
 };
 
-/// For Hugging Face's transformers.
+bool is_same_place(const std::string& a, const std::string& b) {
+  std::error_code ignored;
+  return fs::equivalent(a, b, ignored);
+}
+
+/// Files of the model that training began with which say how it is used: its tokenizer's, and what
+/// its generation_config.json says beside the ids.
+std::map<std::string, std::string> files_of_source(const std::string& source,
+                                                   const dist::HfTokenIds& ids) {
+  constexpr const char* kConfig = "config.json";
+  constexpr const char* kGeneration = "generation_config.json";
+  std::map<std::string, std::string> files;
+  const auto read = [&](const std::string& name) -> std::optional<std::string> {
+    const std::string path = source + "/" + name;
+    std::error_code ignored;
+    if (!fs::exists(path, ignored)) return std::nullopt;
+    const MappedFile file(path);
+    std::string text(file.text());
+    file.check();
+    return text;
+  };
+  for (const char* name : {"tokenizer.json", "tokenizer_config.json", "tokenizer.model",
+                           "vocab.json", "merges.txt", "vocab.txt", "special_tokens_map.json",
+                           "added_tokens.json", "chat_template.jinja", "chat_template.json"}) {
+    if (const auto text = read(name)) files[name] = *text;
+  }
+  if (const auto text = read(kGeneration)) {
+    const auto config = read(kConfig);
+    const dist::HfTokenIds theirs =
+        config ? dist::parse_hf_token_ids(source + "/" + kConfig, *config) : dist::HfTokenIds{};
+    const bool changes = theirs.bos != ids.bos || theirs.eos != ids.eos || theirs.pad != ids.pad;
+    files[kGeneration] = dist::hf_generation_json(ids, changes, source + "/" + kGeneration, *text);
+  }
+  if (files.empty()) {
+    log_warning("{}: no tokenizer there, expected that of model.source: the export has none",
+                source);
+  }
+  return files;
+}
+
+/// A whole model of transformers.
 void export_hf(const ModelState& state, const std::string& target, const ExportOptions& options) {
   const Config config = state.parse();
+  if (is_same_place(target, config.model.source)) {
+    throw ConfigError(fmt::format(
+        "{}: has the model that this one was made from (model.from), expected another directory",
+        target));
+  }
   std::unique_ptr<nn::LanguageModel> model;
   {
     const nn::DeferredInit deferred;
@@ -131,6 +180,13 @@ void export_hf(const ModelState& state, const std::string& target, const ExportO
   dist::HfWriteOptions hf = options.hf;
   hf.token_ids = {parse_ids(config.model.bos_ids), parse_ids(config.model.eos_ids),
                   parse_ids(config.model.pad_ids)};
+  const std::string tokenizer = state.home() + "/tokenizer.json";
+  std::error_code ignored;
+  if (fs::exists(tokenizer, ignored)) {
+    hf.files = load_tokenizer(tokenizer)->hf_files();
+  } else if (!config.model.source.empty()) {
+    hf.files = files_of_source(config.model.source, hf.token_ids);
+  }
   dist::HfWriter writer(target, dist::hf_config_of(*model), hf);
   std::vector<float> values;
   for (const std::string& name : state.names()) {
@@ -143,25 +199,11 @@ void export_hf(const ModelState& state, const std::string& target, const ExportO
 
 /// For `tessera-generate`.
 void export_tessera(const ModelState& state, const std::string& target) {
-  const std::string file = target + "/model.safetensors";
-  std::error_code ignored;
-  for (const char* name : {"model.safetensors", "config.toml", "tokenizer.json"}) {
-    if (!fs::exists(fs::path(target) / name, ignored)) continue;
-    if (fs::exists(file, ignored) && model_step(target) >= 0) {
-      const auto metadata = dist::SafetensorsFile(file).metadata();
-      const auto format = metadata.find("format");
-      if (format != metadata.end() && format->second == "tessera") break;  // an earlier export
-    }
-    throw ConfigError(
-        fmt::format("{}: has a {} that no export made, expected an empty directory, or that of an "
-                    "earlier export",
-                    target, name));
-  }
-  dist::make_directory_durably(target);
+  dist::ExportDirectory place(target);
   std::vector<dist::SafetensorsEntry> entries;
   for (const std::string& name : state.names())
     entries.push_back({name, kF32, state.shape_of(name)});
-  dist::SafetensorsWriter writer(file, std::move(entries),
+  dist::SafetensorsWriter writer(place.path() + "/model.safetensors", std::move(entries),
                                  {{"format", "tessera"}, {"step", std::to_string(state.step())}});
   std::vector<float> values;
   for (const std::string& name : state.names()) {
@@ -170,11 +212,13 @@ void export_tessera(const ModelState& state, const std::string& target) {
     writer.write(name, values.data(), static_cast<int64_t>(values.size() * sizeof(float)));
   }
   writer.finish();
-  if (!state.config().empty()) write_file_atomically(target + "/config.toml", state.config());
+  if (!state.config().empty()) dist::write_durably(place.path() + "/config.toml", state.config());
   const std::string tokenizer = state.home() + "/tokenizer.json";
+  std::error_code ignored;
   if (fs::exists(tokenizer, ignored)) {
-    write_file_atomically(target + "/tokenizer.json", MappedFile(tokenizer).text());
+    dist::write_durably(place.path() + "/tokenizer.json", load_tokenizer(tokenizer)->to_json());
   }
+  place.commit();
 }
 
 void export_model(const std::string& path, const std::string& target, const ExportOptions& options,

@@ -94,6 +94,7 @@ void take_model_from(Config& config) {
   set_ids("model.bos_ids", taken.model.bos_ids, ids.bos);
   set_ids("model.eos_ids", taken.model.eos_ids, ids.eos);
   set_ids("model.pad_ids", taken.model.pad_ids, ids.pad);
+  if (!config.origins.contains("model.source")) taken.model.source = config.model.from;
   // What is trained on may be shorter; the model's own limit stays.
   taken.model.max_positions = taken.model.context;
   if (config.origins.contains("model.context")) {

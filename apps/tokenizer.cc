@@ -1,6 +1,7 @@
 #include "apps/tokenizer.h"
 
 #include <algorithm>
+#include <array>
 #include <nlohmann/json.hpp>
 #include <set>
 #include <unordered_map>
@@ -34,6 +35,44 @@ void check_id(int32_t id, int64_t vocab_size) {
   }
 }
 
+/// The tokenizer.json of Hugging Face's tokenizers for a tokenizer that cuts with `pre_tokenizer`
+/// and looks the pieces up, with `model` and `decoder`; and what else transformers wants to know.
+std::map<std::string, std::string> hf_files_of(const nlohmann::ordered_json& pre_tokenizer,
+                                               const nlohmann::ordered_json& decoder,
+                                               const nlohmann::ordered_json& model) {
+  const nlohmann::ordered_json tokenizer = {{"version", "1.0"},
+                                            {"truncation", nullptr},
+                                            {"padding", nullptr},
+                                            {"added_tokens", nlohmann::ordered_json::array()},
+                                            {"normalizer", nullptr},
+                                            {"pre_tokenizer", pre_tokenizer},
+                                            {"post_processor", nullptr},
+                                            {"decoder", decoder},
+                                            {"model", model}};
+  const nlohmann::ordered_json config = {{"tokenizer_class", "PreTrainedTokenizerFast"},
+                                         {"clean_up_tokenization_spaces", false}};
+  return {{"tokenizer.json", tokenizer.dump(1) + "\n"},
+          {"tokenizer_config.json", config.dump(2) + "\n"}};
+}
+
+/// The printable character that stands for each byte there: itself where it is one, else one of
+/// those from U+0100 on, in the order of bytes.
+std::array<std::string, 256> byte_characters() {
+  std::array<std::string, 256> characters;
+  unsigned next = 256;
+  for (unsigned byte = 0; byte < 256; ++byte) {
+    const bool is_itself = (byte >= 33 && byte <= 126) || (byte >= 161 && byte != 173);
+    const unsigned code = is_itself ? byte : next++;
+    std::string& text = characters[byte];
+    if (code < 128) {
+      text = static_cast<char>(code);
+    } else {  // all are below U+0800
+      text = {static_cast<char>(0xc0 | (code >> 6)), static_cast<char>(0x80 | (code & 0x3f))};
+    }
+  }
+  return characters;
+}
+
 class ByteTokenizer : public Tokenizer {
  public:
   std::string_view name() const override { return "byte"; }
@@ -53,6 +92,26 @@ class ByteTokenizer : public Tokenizer {
     return text;
   }
   std::string to_json() const override { return nlohmann::json{{"type", "byte"}}.dump() + "\n"; }
+  std::map<std::string, std::string> hf_files() const override {
+    const nlohmann::ordered_json byte_level = {{"type", "ByteLevel"},
+                                               {"add_prefix_space", false},
+                                               {"trim_offsets", false},
+                                               {"use_regex", false}};
+    const std::array<std::string, 256> characters = byte_characters();
+    nlohmann::ordered_json vocab = nlohmann::ordered_json::object();
+    for (size_t id = 0; id < characters.size(); ++id) vocab[characters[id]] = id;
+    const nlohmann::ordered_json model = {{"type", "BPE"},
+                                          {"dropout", nullptr},
+                                          {"unk_token", nullptr},
+                                          {"continuing_subword_prefix", nullptr},
+                                          {"end_of_word_suffix", nullptr},
+                                          {"fuse_unk", false},
+                                          {"byte_fallback", false},
+                                          {"ignore_merges", false},
+                                          {"vocab", std::move(vocab)},
+                                          {"merges", nlohmann::ordered_json::array()}};
+    return hf_files_of(byte_level, byte_level, model);
+  }
 };
 
 class CharTokenizer : public Tokenizer {
@@ -89,6 +148,19 @@ class CharTokenizer : public Tokenizer {
   }
   std::string to_json() const override {
     return nlohmann::json{{"type", "char"}, {"chars", chars_}}.dump() + "\n";
+  }
+  std::map<std::string, std::string> hf_files() const override {
+    nlohmann::ordered_json vocab = nlohmann::ordered_json::object();
+    auto& members = vocab.get_ref<nlohmann::ordered_json::object_t&>();
+    // Appended without a search for the key: they are distinct.
+    for (size_t id = 0; id < chars_.size(); ++id) members.emplace_back(chars_[id], id);
+    // A token that the vocabulary lacks: another character is an error there as here.
+    return hf_files_of({{"type", "Split"},
+                        {"pattern", {{"Regex", "[\\s\\S]"}}},
+                        {"behavior", "Isolated"},
+                        {"invert", false}},
+                       nlohmann::ordered_json::object({{"type", "Fuse"}}),
+                       {{"type", "WordLevel"}, {"vocab", vocab}, {"unk_token", "<unknown>"}});
   }
 
  private:

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -22,6 +23,9 @@ class Tokenizer {
   virtual std::string decode(const std::vector<int32_t>& ids) const = 0;
   /// As JSON text that `parse_tokenizer` reads.
   virtual std::string to_json() const = 0;
+  /// The same for transformers, files by name: tokenizer.json of Hugging Face and its companion,
+  /// which give every text the same ids.
+  virtual std::map<std::string, std::string> hf_files() const = 0;
 };
 
 /// What a model has generated as text: an id outside the tokenizer's vocabulary (the model's may be

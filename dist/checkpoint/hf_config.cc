@@ -390,6 +390,16 @@ json parse_object(const std::string& path, std::string_view text) {
   throw InputError(fmt::format("{}: no object, expected the object of a model", path));
 }
 
+void add_ids(json& object, const HfTokenIds& ids) {
+  const auto add = [&](const char* key, const std::vector<int64_t>& values) {
+    if (values.size() == 1) object[key] = values.front();
+    if (values.size() > 1) object[key] = values;
+  };
+  add("bos_token_id", ids.bos);
+  add("eos_token_id", ids.eos);
+  add("pad_token_id", ids.pad);
+}
+
 std::string_view torch_name(DType dtype) {
   return dtype == kBF16 ? "bfloat16" : dtype == kF16 ? "float16" : "float32";
 }
@@ -421,15 +431,28 @@ HfTokenIds parse_hf_token_ids(const std::string& path, std::string_view text) {
 
 std::string hf_config_json(const HfModelConfig& config, DType dtype, const HfTokenIds& ids) {
   json object = std::visit([](const auto& c) { return to_json(c); }, config);
-  const auto add = [&](const char* key, const std::vector<int64_t>& values) {
-    if (values.size() == 1) object[key] = values.front();
-    if (values.size() > 1) object[key] = values;
-  };
-  add("bos_token_id", ids.bos);
-  add("eos_token_id", ids.eos);
-  add("pad_token_id", ids.pad);
+  add_ids(object, ids);
   object["torch_dtype"] = torch_name(dtype);
   object["use_cache"] = true;
+  return object.dump(2) + "\n";
+}
+
+std::string hf_generation_json(const HfTokenIds& ids) {
+  json object = json::object();
+  add_ids(object, ids);
+  return object.dump(2) + "\n";
+}
+
+std::string hf_generation_json(const HfTokenIds& ids, bool changes_ids, const std::string& path,
+                               std::string_view source) {
+  json object = parse_strict_json(path, source, kMaxDepth, "the object of a generation");
+  if (!object.is_object()) {
+    throw InputError(fmt::format("{}: no object, expected that of a generation", path));
+  }
+  if (changes_ids) {
+    for (const char* key : {"bos_token_id", "eos_token_id", "pad_token_id"}) object.erase(key);
+    add_ids(object, ids);
+  }
   return object.dump(2) + "\n";
 }
 

@@ -44,6 +44,13 @@ HfTokenIds parse_hf_token_ids(const std::string& path, std::string_view text);
 /// model that transformers has no name for (qk_norm with qkv_bias, ...)
 std::string hf_config_json(const HfModelConfig& config, DType dtype, const HfTokenIds& ids = {});
 
+/// The generation_config.json of a model: its ids. `source`, the text of another one in `path`,
+/// gives what else it says; its ids count where `changes_ids` is false (they may be more than the
+/// config.json of the same model has). InputError as parse_hf_config.
+std::string hf_generation_json(const HfTokenIds& ids);
+std::string hf_generation_json(const HfTokenIds& ids, bool changes_ids, const std::string& path,
+                               std::string_view source);
+
 /// The sizes of a model of ours. ConfigError if it is of another class.
 HfModelConfig hf_config_of(const nn::LanguageModel& model);
 

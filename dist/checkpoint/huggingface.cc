@@ -203,6 +203,7 @@ void HfReader::read(std::string_view name, int64_t begin, int64_t end, float* ds
         i += count;
       }
     }
+    place.file->check();
   }
 }
 
@@ -231,11 +232,11 @@ void load_hf(const HfReader& reader, Fsdp& fsdp, nn::Module& model) {
 
 HfWriter::HfWriter(const std::string& dir, const HfModelConfig& config,
                    const HfWriteOptions& options)
-    : dir_(dir), config_(config), options_(options), parameters_(hf_parameters(config)) {
+    : config_(config), options_(options), parameters_(hf_parameters(config)) {
   TESSERA_CHECK(options.dtype == kF32 || options.dtype == kBF16 || options.dtype == kF16,
                 "export: dtype {}, expected f32, bf16 or f16", options.dtype);
   hf_config_json(config, options.dtype);  // refuses what has no name there before anything is made
-  make_directory_durably(dir);
+  place_ = std::make_unique<ExportDirectory>(dir);
   std::vector<std::vector<SafetensorsEntry>> files(1);
   int64_t used = 0;
   for (const HfParameter& p : parameters_) {
@@ -254,9 +255,9 @@ HfWriter::HfWriter(const std::string& dir, const HfModelConfig& config,
     file_names_.push_back(
         files.size() == 1 ? kSingleName
                           : fmt::format("model-{:05}-of-{:05}.safetensors", i + 1, files.size()));
-    writers_.push_back(
-        std::make_unique<SafetensorsWriter>(dir + "/" + file_names_[i], std::move(files[i]),
-                                            std::map<std::string, std::string>{{"format", "pt"}}));
+    writers_.push_back(std::make_unique<SafetensorsWriter>(
+        place_->path() + "/" + file_names_[i], std::move(files[i]),
+        std::map<std::string, std::string>{{"format", "pt"}}));
   }
 }
 
@@ -285,9 +286,14 @@ void HfWriter::finish() {
       }
     }
     const json index = {{"metadata", {{"total_size", total}}}, {"weight_map", map}};
-    write_durably(dir_ + "/" + kIndexName, index.dump(2) + "\n");
+    write_durably(place_->path() + "/" + kIndexName, index.dump(2) + "\n");
   }
-  write_durably(dir_ + "/config.json", hf_config_json(config_, options_.dtype, options_.token_ids));
+  std::map<std::string, std::string> texts = {
+      {"config.json", hf_config_json(config_, options_.dtype, options_.token_ids)},
+      {"generation_config.json", hf_generation_json(options_.token_ids)}};
+  for (const auto& [name, text] : options_.files) texts[name] = text;
+  for (const auto& [name, text] : texts) write_durably(place_->path() + "/" + name, text);
+  place_->commit();
 }
 
 void export_hf(const std::string& dir, nn::LanguageModel& model, Fsdp& fsdp, World& world,

@@ -7,6 +7,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "dist/checkpoint/export_dir.h"
 #include "dist/checkpoint/hf_config.h"
 #include "dist/checkpoint/hf_names.h"
 #include "dist/checkpoint/safetensors.h"
@@ -62,14 +63,17 @@ void load_hf(const HfReader& reader, Fsdp& fsdp, nn::Module& model);
 struct HfWriteOptions {
   DType dtype = kF32;                       ///< f32 | bf16 | f16
   int64_t max_file_nbytes = 5'000'000'000;  ///< beyond it, several files and an index
-  HfTokenIds token_ids = {};                ///< for config.json
+  HfTokenIds token_ids = {};                ///< for config.json and generation_config.json
+  /// Further files by name: a tokenizer's, a generation_config.json in place of that of the ids.
+  std::map<std::string, std::string> files = {};
 };
 
 /// Writes a model's directory tensor by tensor: no more than the parameter given and one tensor
-/// made of it are in memory. Files get their names when complete, config.json last.
+/// made of it are in memory. The directory takes its place when it is complete (ExportDirectory).
 class HfWriter {
  public:
-  /// IoError if the directory cannot be made or written.
+  /// ConfigError if the directory holds something else than an earlier export; IoError if it cannot
+  /// be made or written.
   HfWriter(const std::string& dir, const HfModelConfig& config, const HfWriteOptions& options = {});
   ~HfWriter();
   HfWriter(const HfWriter&) = delete;
@@ -83,7 +87,7 @@ class HfWriter {
   void finish();
 
  private:
-  std::string dir_;
+  std::unique_ptr<ExportDirectory> place_;
   HfModelConfig config_;
   HfWriteOptions options_;
   std::vector<HfParameter> parameters_;

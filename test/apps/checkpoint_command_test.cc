@@ -89,6 +89,26 @@ TEST_CASE("tessera-checkpoint: inspect, verify, export, reshard", "[checkpoint]"
     hf.read(p.name, 0, static_cast<int64_t>(values.size()), values.data());
     CHECK(std::vector<double>(values.begin(), values.end()) == p.parameter->tensor.to_vector());
   }
+  // With a tokenizer that transformers loads.
+  for (const auto& [name, file_text] : make_byte_tokenizer()->hf_files()) {
+    CHECK(read_file(dir / "hf/" + name) == file_text);
+  }
+  CHECK(read_file(dir / "hf/generation_config.json") == "{}\n");
+  // Not over a model that no export has made, nor half over an earlier one.
+  std::filesystem::create_directory(dir / "other");
+  dir.write("other/model.safetensors", "somebody's");
+  for (const char* format : {"hf", "tessera"}) {
+    CHECK(error_of([&] {
+            output_of({"export", out, dir / "other", std::string("--format=") + format});
+          }) == dir /
+                    "other: has model.safetensors, which no export has written; expected none, an "
+                    "empty directory, or an earlier export, which is replaced whole");
+  }
+  output_of({"export", out, dir / "hf", "--max-file-bytes=9000"});
+  CHECK_FALSE(std::filesystem::exists(dir / "hf/model.safetensors"));
+  output_of({"export", out, dir / "hf", "--format=tessera"});
+  CHECK_FALSE(std::filesystem::exists(dir / "hf/model.safetensors.index.json"));
+  CHECK(values_of(load_model(dir / "hf")) == expected);
   output_of({"export", out, dir / "hf16", "--dtype=bf16", "--max-file-bytes=9000"});
   CHECK(std::filesystem::exists(dir / "hf16/model.safetensors.index.json"));
   CHECK_NOTHROW(dist::HfReader(dir / "hf16"));

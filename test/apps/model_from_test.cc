@@ -2,6 +2,8 @@
 
 #include <filesystem>
 #include <fstream>
+#include <map>
+#include <memory>
 #include <nlohmann/json.hpp>
 #include <sstream>
 
@@ -97,6 +99,64 @@ TEST_CASE("model_from: ids of begin, end and padding go through a checkpoint int
   for (const char* key : {"bos_token_id", "eos_token_id", "pad_token_id"}) {
     CHECK_FALSE(none.contains(key));
   }
+}
+
+TEST_CASE("model_from: an export has the tokenizer and the generation of the source",
+          "[model_from]") {
+  const TempDir dir;
+  namespace fs = std::filesystem;
+  const std::string source = dir / "source";
+  fs::copy(folder("llama3"), source);
+  const std::map<std::string, std::string> files = {{"tokenizer.json", "{\"a\": 1}"},
+                                                    {"tokenizer_config.json", "{\"b\": 2}"},
+                                                    {"special_tokens_map.json", "{}"},
+                                                    {"chat_template.jinja", "{{ x }}"}};
+  for (const auto& [name, text] : files) dir.write("source/" + name, text);
+  dir.write("source/README.md", "of the model");
+  dir.write("source/generation_config.json",
+            R"({"bos_token_id": 1, "eos_token_id": [2, 9], "temperature": 0.6})");
+  const auto export_to = [&](const Config& config, const std::string& target) {
+    const auto close = [](std::FILE* file) { std::fclose(file); };
+    const std::unique_ptr<std::FILE, decltype(close)> out(std::fopen((dir / "log").c_str(), "w"),
+                                                          close);
+    return checkpoint_command({"export", config.output.dir, target}, out.get());
+  };
+  const auto refusal = [&](const Config& config, const std::string& target) {
+    return error_of([&] { export_to(config, target); });
+  };
+  const auto trained = [&](const std::string& name, const std::vector<std::string>& more) {
+    std::vector<std::string> extra = {"--checkpoint.every=3", "--model.from=" + source,
+                                      "--output.dir=" + dir / name};
+    extra.insert(extra.end(), more.begin(), more.end());
+    const Config config = config_for(dir, "llama3", extra);
+    dist::run_ranks(1, [&](dist::World& world) { train(config, world); });
+    return config;
+  };
+  const auto generation_of = [&](const std::string& target) {
+    return nlohmann::json::parse(read_file(target + "/generation_config.json"));
+  };
+  const Config config = trained("out", {});
+  CHECK(export_to(config, dir / "hf") == 0);
+  for (const auto& [name, text] : files) CHECK(read_file(dir / "hf/" + name) == text);
+  CHECK_FALSE(fs::exists(dir / "hf/README.md"));
+  const auto generation = generation_of(dir / "hf");
+  CHECK(generation["eos_token_id"] == std::vector<int>{2, 9});  // more than its config.json has
+  CHECK(generation["temperature"] == 0.6);
+  // Ids that were given are those of both files.
+  const Config given = trained("given", {"--model.eos_ids=2,7"});
+  CHECK(export_to(given, dir / "hf") == 0);  // in place of the first
+  CHECK(generation_of(dir / "hf")["eos_token_id"] == std::vector<int>{2, 7});
+  CHECK(generation_of(dir / "hf")["temperature"] == 0.6);
+  CHECK(nlohmann::json::parse(read_file(dir / "hf/config.json"))["eos_token_id"] ==
+        std::vector<int>{2, 7});
+  // Never onto the source, nor onto a model of somebody else.
+  CHECK(refusal(config, source + "/") ==
+        source +
+            "/: has the model that this one was made from (model.from), expected another "
+            "directory");
+  fs::copy(folder("llama3"), dir / "other");
+  CHECK_THAT(refusal(config, dir / "other"), Catch::Contains("which no export has written"));
+  CHECK(fs::exists(dir / "other/model.safetensors.index.json"));
 }
 
 TEST_CASE("model_from: training at a shorter context keeps the model's own limit", "[model_from]") {

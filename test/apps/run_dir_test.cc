@@ -588,10 +588,11 @@ TEST_CASE("run dir: an export goes into no run's directory and over no files of 
   CHECK(bytes_of(out) == before);
   fs::create_directory(dir / "mine");
   dir.write("mine/config.toml", "mine");
-  CHECK(error({"export", out, dir / "mine", "--format=tessera"}) ==
-        dir /
-            "mine: has a config.toml that no export made, expected an empty directory, or that of "
-            "an earlier export");
+  CHECK(
+      error({"export", out, dir / "mine", "--format=tessera"}) ==
+      dir /
+          "mine: has config.toml, which no export has written; expected none, an empty directory, "
+          "or an earlier export, which is replaced whole");
   CHECK(bytes_of(dir / "mine").size() == 1);
   for (int i = 0; i < 2; ++i) output_of({"export", out, dir / "exported", "--format=tessera"});
   CHECK(load_model(dir / "exported").step == 6);

@@ -1,5 +1,11 @@
 #include "apps/tokenizer.h"
 
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+
+#include "test/golden/golden.h"
 #include "test/temp_dir.h"
 #include "test/testing.h"
 
@@ -33,6 +39,52 @@ TEST_CASE("tokenizer: characters are numbered by code point", "[tokenizer]") {
   CHECK(error_of([&] { tokenizer->encode("abc"); }) ==
         "tokenizer: character 'c' at byte 2 is not in the vocabulary of 5");
   CHECK(error_of([&] { tokenizer->decode({5}); }) == "tokenizer: id 5, expected one in [0, 5)");
+}
+
+namespace {
+
+const std::string& golden_text() {
+  static const std::string text =
+      "h\xc3\xa9llo  w\xc3\xb6rld\n\t\x01 \xe2\x82\xac \xf0\x9f\x98\x80\r\n <s> </s> <unknown> "
+      "[UNK] 'll";
+  return text;
+}
+
+std::vector<std::unique_ptr<Tokenizer>> golden_tokenizers() {
+  std::vector<std::unique_ptr<Tokenizer>> tokenizers;
+  tokenizers.push_back(make_byte_tokenizer());
+  tokenizers.push_back(make_char_tokenizer(golden_text()));
+  return tokenizers;
+}
+
+}  // namespace
+
+// tokenizers.json: the files that transformers has loaded and the ids that it gave
+// (make_tokenizers.py).
+TEST_CASE("tokenizer: transformers gives our ids for the files of an export", "[tokenizer]") {
+  const auto golden =
+      nlohmann::json::parse(testing::read_file(testing::golden_dir() + "/tokenizers.json"));
+  for (const auto& tokenizer : golden_tokenizers()) {
+    const std::string name(tokenizer->name());
+    CAPTURE(name);
+    CHECK(nlohmann::json(tokenizer->hf_files()) == golden[name]["files"]);
+    CHECK(golden[name]["text"] == golden_text());
+    CHECK(golden[name]["ids"] == tokenizer->encode(golden_text()));
+  }
+}
+
+// For make_tokenizers.py.
+TEST_CASE("tokenizer: the files of exports into a folder", "[.hf-export]") {
+  const char* const out = std::getenv("TESSERA_HF_EXPORT");
+  REQUIRE(out != nullptr);
+  std::ofstream(std::string(out) + "/text") << golden_text();
+  for (const auto& tokenizer : golden_tokenizers()) {
+    const std::string folder = fmt::format("{}/{}", out, tokenizer->name());
+    std::filesystem::create_directories(folder);
+    for (const auto& [name, text] : tokenizer->hf_files()) {
+      std::ofstream(folder + "/" + name, std::ios::binary) << text;
+    }
+  }
 }
 
 TEST_CASE("tokenizer: what is not UTF-8 is named by its offset", "[tokenizer]") {

@@ -1,3 +1,5 @@
+#include <fmt/ranges.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
@@ -5,6 +7,7 @@
 #include <new>
 
 #include "dist/checkpoint/export.h"
+#include "dist/checkpoint/export_dir.h"
 #include "test/dist/checkpoint_cases.h"
 
 namespace {
@@ -109,6 +112,98 @@ TEST_CASE("checkpoint export: no more than two of the largest tensors are in mem
   CHECK(peak - before >= largest);
   CHECK(peak - before <= 2 * largest + headers);
   CHECK(total > 4 * (2 * largest + headers) / 3);
+}
+
+namespace fs = std::filesystem;
+
+/// An export of two files.
+void make_export(const std::string& target, const std::string& text,
+                 const std::string& extra = "") {
+  dist::ExportDirectory place(target);
+  std::ofstream(place.path() + "/model.safetensors") << text;
+  std::ofstream(place.path() + "/config.json") << "{}";
+  if (!extra.empty()) std::ofstream(place.path() + "/" + extra) << "more";
+  place.commit();
+}
+
+std::string contents(const std::string& dir) {
+  std::vector<std::string> lines;
+  for (const auto& entry : fs::directory_iterator(dir)) {
+    const std::string name = entry.path().filename().string();
+    if (name == dist::kExportListName) continue;
+    lines.push_back(name + "=" + (entry.is_directory() ? "/" : read_file(entry.path().string())));
+  }
+  std::sort(lines.begin(), lines.end());
+  return fmt::format("{}", fmt::join(lines, " "));
+}
+
+TEST_CASE("checkpoint export: an earlier export is replaced whole", "[checkpoint]") {
+  const TempDir dir;
+  const std::string target = dir / "a/model";
+  make_export(target + "/", "one", "model-00001-of-00002.safetensors");
+  CHECK(contents(target) ==
+        "config.json={} model-00001-of-00002.safetensors=more "
+        "model.safetensors=one");
+  make_export(target, "two");
+  CHECK(contents(target) == "config.json={} model.safetensors=two");
+  fs::create_directory_symlink(target, dir / "link");
+  make_export(dir / "link", "three");
+  CHECK(fs::is_symlink(dir / "link"));
+  CHECK(contents(target) == "config.json={} model.safetensors=three");
+  fs::create_directory(dir / "empty");
+  make_export(dir / "empty", "four");
+  CHECK(contents(dir / "empty") == "config.json={} model.safetensors=four");
+  {
+    const dist::ExportDirectory given_up(target);
+    std::ofstream(given_up.path() + "/model.safetensors") << "half";
+    CHECK(contents(target) == "config.json={} model.safetensors=three");
+  }
+  CHECK(contents(target) == "config.json={} model.safetensors=three");
+  CHECK(std::distance(fs::directory_iterator(dir / "a"), fs::directory_iterator()) == 1);
+}
+
+TEST_CASE("checkpoint export: what no export has written is never replaced", "[checkpoint]") {
+  const TempDir dir;
+  const std::string target = dir / "model";
+  const auto refusal = [&](const std::string& to) {
+    return error_of([&] { make_export(to, "new"); });
+  };
+  const std::string expected =
+      "; expected none, an empty directory, or an earlier export, which is replaced whole";
+  fs::create_directory(target);
+  dir.write("model/model.safetensors", "somebody's");
+  CHECK(refusal(target) ==
+        target + ": has model.safetensors, which no export has written" + expected);
+  CHECK(contents(target) == "model.safetensors=somebody's");
+  CHECK(refusal(dir.write("file", "x")) == dir / "file: no directory" + expected);
+  // Beside an export, or in it.
+  make_export(dir / "ours", "one");
+  dir.write("ours/README.md", "notes");
+  CHECK(refusal(dir / "ours") ==
+        dir / "ours: has README.md, which no export has written" + expected);
+  fs::remove(dir / "ours/README.md");
+  fs::create_directory(dir / "ours/more");
+  CHECK(refusal(dir / "ours") == dir / "ours: has more, which no export has written" + expected);
+  fs::remove(dir / "ours/more");
+  dir.write("ours/config.json", "[]");
+  CHECK(refusal(dir / "ours") ==
+        dir / "ours: has config.json, changed since its export" + expected);
+  CHECK(contents(dir / "ours") == "config.json=[] model.safetensors=one");
+  // While it is written, somebody puts something there.
+  dist::ExportDirectory late(dir / "late");
+  fs::create_directory(dir / "late");
+  dir.write("late/notes", "mine");
+  CHECK(error_of([&] { late.commit(); }) ==
+        dir / "late: has notes, which no export has written" + expected);
+  CHECK(contents(dir / "late") == "notes=mine");
+  CHECK(refusal(dir / "late") == dir / "late: has notes, which no export has written" + expected);
+  fs::create_directory(dir / "other");
+  CHECK(dist::ExportDirectory(dir / "other/../new/").path() == dir / "new.partial");
+  fs::create_directory(dir / "killed.partial");
+  CHECK(refusal(dir / "killed") ==
+        dir /
+            "killed.partial: is there, of an export that is running or was killed; expected none");
+  CHECK(fs::exists(dir / "killed.partial"));
 }
 
 TEST_CASE("checkpoint reshard: the same state in any number of files", "[checkpoint]") {

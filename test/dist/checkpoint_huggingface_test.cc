@@ -327,6 +327,38 @@ TEST_CASE("huggingface: models that transformers has no name for are not exporte
         }).starts_with("export: dtype f64, expected f32, bf16 or f16"));
 }
 
+TEST_CASE("huggingface: weights that are cut while they are read are named", "[huggingface]") {
+  const TempDir temp;
+  const std::string dir = copy_of("qwen2", temp), path = dir + "/model.safetensors";
+  const HfReader reader(dir);
+  const auto nbytes = fs::file_size(path);
+  fs::resize_file(path, nbytes - 100);
+  for (const HfParameter& p : reader.parameters()) {
+    std::vector<float> values(static_cast<size_t>(p.shape.numel()));
+    CHECK(error_of([&] { reader.read(p.name, 0, p.shape.numel(), values.data()); }) ==
+          fmt::format("{}: cut to {} bytes while it was read, expected {} as before", path,
+                      nbytes - 100, nbytes));
+  }
+}
+
+// export.json: the files of our export, written by check_hf_export.py when transformers had loaded
+// them and given the golden logits.
+TEST_CASE("huggingface: exports are those that transformers has loaded, byte by byte",
+          "[huggingface]") {
+  for (const char* family : kFamilies) {
+    INFO(family);
+    const TempDir temp;
+    const std::string dir = temp.path() + "/out";
+    run_ranks(2, [&](World& world) {
+      Loaded loaded(folder(family), world);
+      export_hf(dir, *loaded.model, *loaded.fsdp, world,
+                {.token_ids = HfReader(folder(family)).token_ids()});
+    });
+    CHECK(nlohmann::json::parse(read_file(dir + "/" + kExportListName)) ==
+          nlohmann::json::parse(read_file(folder(family) + "/export.json")));
+  }
+}
+
 TEST_CASE("huggingface: missing and unexpected tensors and files are all named", "[huggingface]") {
   const TempDir temp;
   const std::string dir = copy_of("qwen2", temp);

@@ -3,11 +3,13 @@
     TESSERA_HF_EXPORT=FOLDER build/test/dist_checkpoint_huggingface_test "[.hf-export]"
 
 Each must load by `from_pretrained` without a missing or unexpected tensor, give the logits of
-hf/FAMILY/logits.json and have the original's ids of begin, end and padding. Needs torch and
-transformers."""
+hf/FAMILY/logits.json and have the original's ids of begin, end and padding. The list of its files
+then becomes hf/FAMILY/export.json, with which the tests compare what is exported now. Needs torch
+and transformers."""
 
 import json
 import pathlib
+import shutil
 import sys
 
 import torch
@@ -29,3 +31,5 @@ for golden in sorted(HERE.iterdir()):
     problems |= {"other ids": other} if other else {}
     print(f"{golden.name}: {type(model).__name__}, largest difference {error:.1e} {problems or ''}")
     assert error < 1e-5 and not problems, golden.name
+    shutil.copyfile(pathlib.Path(sys.argv[1]) / golden.name / "tessera_export.json",
+                    golden / "export.json")
