@@ -107,7 +107,7 @@ mkdir "$dir/cut"
 "$train" "$config" --device=cpu --data.text="$dir/long" --output.dir="$dir/cut" \
   --train.steps=1000000000 --train.micro_batch=2 --train.log_every=1 >"$dir/log" 2>&1 &
 pid=$!
-while ! grep -q "^step 2/" "$dir/log" && kill -0 "$pid" 2>/dev/null; do sleep 0.1; done
+while ! grep -q "^step  *2/" "$dir/log" && kill -0 "$pid" 2>/dev/null; do sleep 0.1; done
 truncate -s 4096 "$dir/long"
 wait "$pid"
 actual=$?
