@@ -1,5 +1,6 @@
 #include "core/log.h"
 
+#include <fcntl.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -30,10 +31,22 @@ std::string shown(std::string_view message) {
   return text;
 }
 
+[[gnu::constructor]] void at_start() {
+  open_standard_descriptors();
+}
+
 }  // namespace
 
 void set_log_rank(int rank) {
   log_rank = rank;
+}
+
+void open_standard_descriptors() {
+  for (int fd = STDIN_FILENO; fd <= STDERR_FILENO; ++fd) {
+    if (::fcntl(fd, F_GETFD) != -1) continue;
+    const int opened = ::open("/dev/null", O_RDWR);  // the lowest number that is free: fd
+    if (opened > fd) ::close(opened);
+  }
 }
 
 void log_line(std::string_view level, std::string_view message) {

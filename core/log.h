@@ -15,6 +15,11 @@ void log_line(std::string_view level, std::string_view message);
 void log_once(std::string_view level, std::string_view message);
 void set_log_rank(int rank);
 
+/// Opens those of the descriptors 0 to 2 that are closed, on /dev/null: the next file that is
+/// opened would otherwise have the number of stdout or stderr, and what is meant for a terminal
+/// would land in it. Every program that links this library does so before `main`.
+void open_standard_descriptors();
+
 template <class... Args>
 void log_info(fmt::format_string<Args...> format, Args&&... args) {
   log_line("info", fmt::format(format, std::forward<Args>(args)...));

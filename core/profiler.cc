@@ -90,7 +90,14 @@ std::vector<TraceEvent> events() {
   return recorded();
 }
 
-void write_chrome_trace(const std::string& path) {
+int64_t first_event_ns() {
+  const std::vector<TraceEvent> all = events();
+  int64_t first = all.empty() ? now_ns() : all.front().begin_ns;
+  for (const TraceEvent& e : all) first = std::min(first, e.begin_ns);
+  return first;
+}
+
+void write_chrome_trace(const std::string& path, const TraceProcess& process) {
   const std::vector<TraceEvent> all = events();
   std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(std::fopen(path.c_str(), "w"), std::fclose);
   TESSERA_CHECK_AS(IoError, file != nullptr, "trace: cannot write {}", path);
@@ -99,21 +106,25 @@ void write_chrome_trace(const std::string& path) {
     std::lock_guard lock(mutex);
     for (const auto& [id, name] : stream_names()) {
       text += fmt::format(
-          "{{\"ph\":\"M\",\"name\":\"thread_name\",\"pid\":0,\"tid\":{},\"args\":{{\"name\":"
+          "{{\"ph\":\"M\",\"name\":\"thread_name\",\"pid\":{},\"tid\":{},\"args\":{{\"name\":"
           "\"{}\"}}}},\n",
-          id, escaped(name));
+          process.id, id, escaped(name));
     }
   }
-  int64_t origin = all.empty() ? 0 : all.front().begin_ns;
-  for (const TraceEvent& e : all) origin = std::min(origin, e.begin_ns);
+  const int64_t origin = process.origin_ns >= 0 ? process.origin_ns : first_event_ns();
   for (const TraceEvent& e : all) {
     text += fmt::format(
-        "{{\"ph\":\"X\",\"name\":\"{}{}{}\",\"pid\":0,\"tid\":{},\"ts\":{:.3f},\"dur\":{:.3f}}},\n",
-        escaped(e.name), *e.unit == '\0' ? "" : " ", escaped(e.unit), e.stream_id,
+        "{{\"ph\":\"X\",\"name\":\"{}{}{}\",\"pid\":{},\"tid\":{},\"ts\":{:.3f},\"dur\":{:.3f}}},"
+        "\n",
+        escaped(e.name), *e.unit == '\0' ? "" : " ", escaped(e.unit), process.id, e.stream_id,
         static_cast<double>(e.begin_ns - origin) * 1e-3,
         static_cast<double>(e.end_ns - e.begin_ns) * 1e-3);
   }
-  text += "{\"ph\":\"M\",\"name\":\"process_name\",\"pid\":0,\"args\":{\"name\":\"tessera\"}}\n]\n";
+  text += fmt::format(
+      "{{\"ph\":\"M\",\"name\":\"process_sort_index\",\"pid\":{0},\"args\":{{\"sort_index\":{0}}}}}"
+      ",\n"
+      "{{\"ph\":\"M\",\"name\":\"process_name\",\"pid\":{0},\"args\":{{\"name\":\"{1}\"}}}}\n]\n",
+      process.id, escaped(process.name));
   const bool written = std::fwrite(text.data(), 1, text.size(), file.get()) == text.size();
   TESSERA_CHECK_AS(IoError, written && std::fflush(file.get()) == 0, "trace: cannot write {}",
                    path);

@@ -27,8 +27,16 @@ void add_source(void (*collect)());
 void add(const TraceEvent& event);
 void name_stream(int stream_id, const std::string& name);
 std::vector<TraceEvent> events();
+/// Where a trace stands among those of other ranks, which one timeline can show together.
+struct TraceProcess {
+  int id = 0;
+  std::string name = "tessera";
+  int64_t origin_ns = -1;  ///< the steady clock's time that becomes 0; -1: the first event's
+};
+/// When the first event began; now, if there is none.
+int64_t first_event_ns();
 /// Chrome trace JSON (opens in Perfetto): one row a stream. IoError if it cannot be written.
-void write_chrome_trace(const std::string& path);
+void write_chrome_trace(const std::string& path, const TraceProcess& process = {});
 
 inline int64_t now_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(

@@ -4,6 +4,7 @@
 #include <pthread.h>
 #include <sched.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 
@@ -38,6 +39,16 @@ int pin_this_thread(int processor) {
 const std::vector<int>& allowed_processors() {
   static const std::vector<int> processors = find_allowed();
   return processors;
+}
+
+const CpuQuota& cpu_quota() {
+  static const CpuQuota quota = find_cpu_quota();
+  return quota;
+}
+
+int num_usable_processors() {
+  const int allowed = num_allowed_processors();
+  return cpu_quota().processors > 0 ? std::min(allowed, num_quota_threads(cpu_quota())) : allowed;
 }
 
 void pin_threads(const Stream& stream, const std::vector<int>& processors) {

@@ -30,7 +30,7 @@ thread_local uint64_t cached_version = 0;
 
 Context::Context(const ContextOptions& options) : options_(options) {
   check_processor();
-  if (options_.num_threads <= 0) options_.num_threads = num_allowed_processors();
+  if (options_.num_threads <= 0) options_.num_threads = num_usable_processors();
   if (options_.order_check) order_check_ = std::make_shared<OrderCheck>();
   // Spinning bridges the gap between two small ops; with one thread a rank others need the core.
   compute_ = make_stream("compute", {.num_threads = options_.num_threads,

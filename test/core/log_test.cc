@@ -1,6 +1,7 @@
 #include "core/log.h"
 
 #include <fcntl.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <catch2/catch.hpp>
@@ -8,6 +9,7 @@
 #include <string>
 
 #include "test/temp_dir.h"
+#include "test/testing.h"
 
 namespace tessera {
 namespace {
@@ -58,6 +60,41 @@ TEST_CASE("log: what all ranks see is said once", "[log]") {
           set_log_rank(-1);
           both();
         }) == "warning: the same\n");
+}
+
+namespace {
+
+/// 0 if the descriptors in `closed`, a bit each, are opened again and files get others.
+int open_in_child(unsigned closed) {
+  const pid_t child = ::fork();
+  if (child == 0) {
+    for (int fd = 0; fd <= 2; ++fd) {
+      if ((closed >> fd & 1u) != 0) ::close(fd);
+    }
+    open_standard_descriptors();
+    int problem = 0;
+    for (int fd = 0; fd <= 2; ++fd) {
+      if (::fcntl(fd, F_GETFD) == -1) problem |= 1;
+      char byte = 0;
+      const bool is_closed = (closed >> fd & 1u) != 0;
+      if (is_closed && (::read(fd, &byte, 1) != 0 || ::write(fd, &byte, 1) != 1)) problem |= 2;
+    }
+    if (::open("/dev/zero", O_RDONLY) <= 2) problem |= 4;
+    ::_exit(problem);
+  }
+  int status = -1;
+  ::waitpid(child, &status, 0);
+  return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+}
+
+}  // namespace
+
+TEST_CASE("log: standard descriptors that are closed are opened, so that no file becomes one",
+          "[log]") {
+  for (unsigned closed = 0; closed < 8; ++closed) {
+    CAPTURE(closed);
+    CHECK(open_in_child(closed) == 0);
+  }
 }
 
 }  // namespace tessera

@@ -62,6 +62,32 @@ TEST_CASE("profiler: writes a Chrome trace that is JSON, whatever the names", "[
   CHECK(std::count(tasks.begin(), tasks.end(), "all_gather blocks.3") == 1);
 }
 
+TEST_CASE("profiler: traces of ranks have process ids, names and one time", "[profiler]") {
+  const Stream s = make_stream({}, "ranked");
+  profiler::start();
+  s.submit("task", [] {});
+  s.synchronize();
+  profiler::stop();
+  const int64_t first = profiler::first_event_ns();
+  CHECK(first == profiler::events()[0].begin_ns);
+  const auto path =
+      std::filesystem::temp_directory_path() / fmt::format("tessera_ranked_{}.json", ::getpid());
+  profiler::write_chrome_trace(path, {.id = 3, .name = "rank 3", .origin_ns = first - 5000});
+  std::ifstream file(path);
+  const nlohmann::json trace = nlohmann::json::parse(file);
+  std::filesystem::remove(path);
+  int num_names = 0;
+  for (const auto& event : trace) {
+    CHECK(event["pid"] == 3);
+    if (event["name"] == "process_name") {
+      CHECK(event["args"]["name"] == "rank 3");
+      ++num_names;
+    }
+    if (event["ph"] == "X") CHECK(event["ts"].get<double>() == 5.0);
+  }
+  CHECK(num_names == 1);
+}
+
 TEST_CASE("profiler: sources are collected from when it stops, and once more before it starts",
           "[profiler]") {
   static std::vector<TraceEvent> measured;

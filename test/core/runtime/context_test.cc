@@ -85,7 +85,7 @@ TEST_CASE("context: ranks on threads do not see each other", "[context]") {
 TEST_CASE("context: threads default to the processors the process may use", "[context]") {
   const Context context(ContextOptions{});
   CHECK(num_allowed_processors() >= 1);
-  CHECK(context.options().num_threads == num_allowed_processors());
+  CHECK(context.options().num_threads == num_usable_processors());
 }
 
 TEST_CASE("device: names", "[context]") {
