@@ -88,6 +88,7 @@ int train_command(const std::vector<std::string>& arguments, dist::World& world)
   }
   Config config;
   world.control().verdict([&] { config = parse_arguments(arguments); });
+  world.check_launcher(config.dist.single_process);
   const SignalHandlers handlers;
   train(config, world);
   return 0;

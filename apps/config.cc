@@ -1141,6 +1141,12 @@ std::vector<Field> config_fields(Config& c) {
        {0, 64},
        {},
        "thread blocks (CTAs) that a NCCL communicator may use at once; 0: NCCL's choice"},
+      {"dist.single_process",
+       &c.dist.single_process,
+       any,
+       {},
+       "this process is meant to be alone, although a launcher that MPI does not know says that it "
+       "started several"},
       {"debug.poison", &c.debug.poison, any, {}, "fills freed memory with NaN"},
       {"debug.order_check",
        &c.debug.order_check,
@@ -1221,19 +1227,27 @@ Config load_config(const std::string& path, std::span<const std::string> overrid
   return parse_config(text, path, overrides);
 }
 
-std::string dump_config(const Config& config) {
+std::vector<std::pair<std::string, std::string>> config_values(const Config& config) {
   Config copy = config;
-  std::string out = std::string(kResolvedComment) + "\n", section;
+  std::vector<std::pair<std::string, std::string>> values;
   for (const Field& field : config_fields(copy)) {
-    if (field.key == "model.from") continue;        // what it meant is in the other keys
-    if (field.key == "output.overwrite") continue;  // said for one start, not for those after it
-    const std::string own = section_of(field.key);
+    values.emplace_back(field.key, value_text(field));
+  }
+  return values;
+}
+
+std::string dump_config(const Config& config) {
+  std::string out = std::string(kResolvedComment) + "\n", section;
+  for (const auto& [key, value] : config_values(config)) {
+    if (key == "model.from") continue;        // what it meant is in the other keys
+    if (key == "output.overwrite") continue;  // said for one start, not for those after it
+    const std::string own = section_of(key);
     if (own != section) {
       out += fmt::format("\n[{}]\n", own);
       section = own;
     }
-    const std::string_view name = own.empty() ? field.key : field.key.substr(own.size() + 1);
-    out += fmt::format("{} = {}\n", name, value_text(field));
+    const std::string name = own.empty() ? key : key.substr(own.size() + 1);
+    out += fmt::format("{} = {}\n", name, value);
   }
   return out;
 }

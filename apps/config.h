@@ -5,6 +5,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <variant>
 #include <vector>
 
@@ -99,6 +100,7 @@ struct DistConfig {
   double timeout = 600;
   std::string nccl_reduce = "tree";
   int64_t nccl_max_ctas = 0;
+  bool single_process = false;
 };
 struct DebugConfig {
   bool poison = false, order_check = false, dist = false;
@@ -175,6 +177,9 @@ void resolve_param_dtype(Config& config, bool is_cuda, const std::string& stored
 /// "optim.lr = 1e-05 (model.from is given, optim.lr is not); ...": defaults that came from other
 /// keys; empty without any.
 std::string derived_defaults(const Config& config);
+
+/// Every key with its value as TOML, in the order of `config_fields`.
+std::vector<std::pair<std::string, std::string>> config_values(const Config& config);
 
 /// The whole configuration as TOML that `load_config` reads to the same values.
 std::string dump_config(const Config& config);

@@ -4,7 +4,8 @@
 int main(int argc, char** argv) {
   tessera::check_processor();
   const std::vector<std::string> arguments(argv + 1, argv + argc);
-  return tessera::dist::run_main(argc, argv, [&](tessera::dist::World& world) {
-    return tessera::apps::train_command(arguments, world);
-  });
+  return tessera::dist::run_main(
+      argc, argv,
+      [&](tessera::dist::World& world) { return tessera::apps::train_command(arguments, world); },
+      /*checks_launcher=*/false);  // the configuration may say that it is meant
 }

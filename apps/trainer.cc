@@ -10,6 +10,7 @@
 #include <mutex>
 #include <thread>
 
+#include "apps/agreement.h"
 #include "apps/checkpointing.h"
 #include "apps/config_effects.h"
 #include "apps/loss.h"
@@ -102,8 +103,8 @@ class StatusFile {
 class Trainer {
  public:
   /// `steps_done` follows the steps that the host has seen complete.
-  Trainer(const Config& config, dist::World& world, RunDir& run_dir, Checkpointing& checkpoints,
-          StatusFile& status, std::atomic<int64_t>* steps_done);
+  Trainer(const Config& config, dist::World& world, Data data, RunDir& run_dir,
+          Checkpointing& checkpoints, StatusFile& status, std::atomic<int64_t>* steps_done);
   TrainResult run();
 
  private:
@@ -172,7 +173,7 @@ void Trainer::initialize_parameters() {
       [&] { dist::load_hf(dist::HfReader(config_.model.from), *fsdp_, *model_); });
 }
 
-Trainer::Trainer(const Config& config, dist::World& world, RunDir& run_dir,
+Trainer::Trainer(const Config& config, dist::World& world, Data data, RunDir& run_dir,
                  Checkpointing& checkpoints, StatusFile& status, std::atomic<int64_t>* steps_done)
     : config_(config),
       world_(world),
@@ -180,9 +181,9 @@ Trainer::Trainer(const Config& config, dist::World& world, RunDir& run_dir,
       checkpoints_(checkpoints),
       status_(status),
       steps_done_(steps_done),
+      data_(std::move(data)),
       guard_(config.guard) {
   world_.control().verdict([&] {
-    data_ = load_data(config_);
     check_tokens();
     const SampleOptions options = sample_options(config_, data_.vocab_size);
     samples_.emplace(data_.train, options);
@@ -496,8 +497,16 @@ void Trainer::write_trace() {
   is_tracing_ = false;
   Context::current()->compute().synchronize();
   profiler::stop();
-  const std::string path = trace_path(config_, world_.rank());
-  world_.control().verdict([&] { profiler::write_chrome_trace(path); });
+  const int rank = world_.rank();
+  const std::string path = trace_path(config_, rank);
+  // One time for all ranks, whose nodes agree on the time of day only.
+  const auto time_of_day = std::chrono::system_clock::now().time_since_epoch();
+  const int64_t offset_ns = std::chrono::nanoseconds(time_of_day).count() - profiler::now_ns();
+  const profiler::TraceProcess process{
+      .id = rank,
+      .name = world_.world_size() == 1 ? "tessera" : fmt::format("rank {}", rank),
+      .origin_ns = world_.control().min(profiler::first_event_ns() + offset_ns) - offset_ns};
+  world_.control().verdict([&] { profiler::write_chrome_trace(path, process); });
   if (log_ != nullptr) log_->print("trace: " + path);
 }
 
@@ -658,6 +667,7 @@ void Trainer::print_sample() {
 }  // namespace
 
 TrainResult train(const Config& given, dist::World& world) {
+  check_agreement(world.control(), facts_of(given));
   Config config = given;
   world.set_timeout(std::chrono::milliseconds(static_cast<int64_t>(config.dist.timeout * 1e3)));
   world.set_verbose(config.debug.dist);
@@ -685,6 +695,9 @@ TrainResult train(const Config& given, dist::World& world) {
       }
     }
   });
+  Data data;
+  world.control().verdict([&] { data = load_data(config); });
+  check_agreement(world.control(), facts_of(data, context->device()));
   world.control().verdict([&] { check_trace_path(config, world.rank()); });
   RunDir run_dir(config, world);  // held until the end
   Checkpointing checkpoints(config, world);
@@ -714,7 +727,7 @@ TrainResult train(const Config& given, dist::World& world) {
   const auto forget = [](dist::World* w) { w->set_on_end(nullptr); };
   const std::unique_ptr<dist::World, decltype(forget)> scope_of_action(&world, forget);
   try {
-    Trainer trainer(config, world, run_dir, checkpoints, status, &steps_done);
+    Trainer trainer(config, world, std::move(data), run_dir, checkpoints, status, &steps_done);
     const TrainResult result = trainer.run();
     if (context->order_check() != nullptr) context->order_check()->throw_if_conflicts();
     const bool is_short = result.steps < config.train.steps;

@@ -3,6 +3,7 @@
 #include <memory>
 #include <string>
 
+#include "core/check.h"
 #include "dist/comm/transport.h"
 #include "dist/comm/watchdog.h"
 
@@ -12,10 +13,23 @@ namespace tessera::dist {
 struct WorldPlace {
   int rank = 0, world_size = 1;
   int local_rank = 0, local_size = 1;
-  int num_sharing = 1;       ///< ranks on the node, this one too, that may use its processors
-  int sharing_index = 0;     ///< place among these; -1 if they may not all use the same processors
-  int default_threads = 0;   ///< 0 = allowed processors / num_sharing
-  bool is_launched = false;  ///< by mpirun, which binds ranks to processors by default
+  int num_sharing = 1;        ///< ranks on the node, this one too, that may use its processors
+  int sharing_index = 0;      ///< place among these; -1 if they may not all use the same processors
+  int num_sharing_quota = 1;  ///< ranks on the node, this one too, in the group of its CpuQuota
+  int default_threads = 0;    ///< 0 = allowed processors / num_sharing
+  bool is_launched = false;   ///< by mpirun, which binds ranks to processors by default
+};
+
+/// What the ranks have found out together before there is a World: all of them throw it.
+class StartError : public ConfigError {
+ public:
+  StartError(const std::string& message, bool is_reporter)
+      : ConfigError(message), is_reporter_(is_reporter) {}
+  /// Whether this rank is the one that says it.
+  bool is_reporter() const { return is_reporter_; }
+
+ private:
+  bool is_reporter_;
 };
 
 /// What a World is made of: transports, the watchdog, and how all ranks end.

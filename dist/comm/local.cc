@@ -372,8 +372,14 @@ void run_ranks(int world_size, const LocalOptions& options,
         context_options.device = device_from_name("cuda", rank);
       context = std::make_shared<Context>(context_options);
       const Context::Scope scope(context);
-      World world(std::make_unique<LocalBackend>(
-          WorldPlace{rank, world_size, rank, world_size, world_size, 1, false}, group, watchdog));
+      World world(std::make_unique<LocalBackend>(WorldPlace{.rank = rank,
+                                                            .world_size = world_size,
+                                                            .local_rank = rank,
+                                                            .local_size = world_size,
+                                                            .num_sharing = world_size,
+                                                            .sharing_index = rank,
+                                                            .default_threads = 1},
+                                                 group, watchdog));
       body(world);
       context->compute().synchronize();
       if (context->order_check() != nullptr) context->order_check()->throw_if_conflicts();

@@ -4,6 +4,7 @@
 #include <sys/prctl.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <bit>
 #include <chrono>
@@ -15,8 +16,10 @@
 #include <vector>
 
 #include "core/log.h"
+#include "core/runtime/affinity.h"
 #include "dist/comm/backend.h"
 #include "dist/comm/control.h"
+#include "dist/comm/launcher.h"
 #include "dist/comm/node_memory.h"
 #include "dist/comm/world.h"
 
@@ -595,12 +598,13 @@ class MpiBackend final : public WorldBackend {
     TESSERA_MPI_CHECK(MPI_Init_thread(&argc, &argv, MPI_THREAD_MULTIPLE, &provided));
     TESSERA_CHECK_AS(CommError, provided == MPI_THREAD_MULTIPLE,
                      "World: MPI must provide MPI_THREAD_MULTIPLE, got level {}", provided);
+    TESSERA_MPI_CHECK(MPI_Comm_rank(MPI_COMM_WORLD, &place_.rank));
+    TESSERA_MPI_CHECK(MPI_Comm_size(MPI_COMM_WORLD, &place_.world_size));
+    place_.is_launched = true;
+    const int ranks_per_node = agree_on_ranks_per_node();
     MPI_Comm comm;
     TESSERA_MPI_CHECK(MPI_Comm_dup(MPI_COMM_WORLD, &comm));
-    TESSERA_MPI_CHECK(MPI_Comm_rank(comm, &place_.rank));
-    TESSERA_MPI_CHECK(MPI_Comm_size(comm, &place_.world_size));
-    place_.is_launched = true;
-    find_place_on_node();
+    find_place_on_node(ranks_per_node);
     watchdog_ = std::make_shared<Watchdog>(kDefaultTimeout, [end = end_](const std::string&) {
       // Time for the watchdogs of the other processes, which are about as late, to say their part.
       std::this_thread::sleep_for(std::chrono::seconds(1));
@@ -629,14 +633,44 @@ class MpiBackend final : public WorldBackend {
   }
 
  private:
-  // Ranks of the same node, or, for tests, TESSERA_RANKS_PER_NODE of them that pretend to be alone;
-  // with 1 nobody shares memory.
-  static MPI_Comm split_node() {
+  // What TESSERA_RANKS_PER_NODE says, for tests: 0 if it is not set. On some ranks only, or with
+  // other values, ranks would wait for others that never come: it is compared before it is used.
+  int agree_on_ranks_per_node() const {
+    constexpr const char* kName = "TESSERA_RANKS_PER_NODE";
+    constexpr size_t kMaxNbytes = 24;
+    const char* const text = std::getenv(kName);
+    std::array<char, kMaxNbytes> mine{};  // '=' and the beginning of the value
+    if (text != nullptr) fmt::format_to_n(mine.data(), kMaxNbytes - 1, "={}", text);
+    std::vector<std::array<char, kMaxNbytes>> all(static_cast<size_t>(place_.world_size));
+    TESSERA_MPI_CHECK(MPI_Allgather(mine.data(), kMaxNbytes, MPI_BYTE, all.data(), kMaxNbytes,
+                                    MPI_BYTE, MPI_COMM_WORLD));
+    const auto fail = [&](int reporter, const std::string& message) {
+      MPI_Finalize();
+      throw StartError(message, place_.rank == reporter);
+    };
+    const auto value_of = [](const std::array<char, kMaxNbytes>& value) {
+      return value[0] == '\0' ? "not set" : fmt::format("\"{}\"", &value[1]);
+    };
+    for (int r = 0; r < place_.world_size; ++r) {
+      const auto& theirs = all[static_cast<size_t>(r)];
+      if (theirs[0] != '\0' && !parse_integer(&theirs[1], 1, 1'000'000)) {
+        fail(r, fmt::format("{}: {} on rank {}, expected an integer in [1, 1000000]", kName,
+                            value_of(theirs), r));
+      }
+      if (theirs != all[0]) {
+        fail(0, fmt::format("{}: {} on rank 0, {} on rank {}, expected the same on all ranks",
+                            kName, value_of(all[0]), value_of(theirs), r));
+      }
+    }
+    return text == nullptr ? 0 : static_cast<int>(*parse_integer(text, 1, 1'000'000));
+  }
+
+  // Ranks of the same node, or `ranks_per_node` of them that pretend to be alone; with 1 nobody
+  // shares memory.
+  static MPI_Comm split_node(int ranks_per_node) {
     MPI_Comm node;
     TESSERA_MPI_CHECK(
         MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &node));
-    const char* pretended = std::getenv("TESSERA_RANKS_PER_NODE");
-    const int ranks_per_node = pretended != nullptr ? std::atoi(pretended) : 0;
     if (ranks_per_node < 1) return node;
     int rank = 0;
     TESSERA_MPI_CHECK(MPI_Comm_rank(node, &rank));
@@ -672,8 +706,8 @@ class MpiBackend final : public WorldBackend {
     domain_->set_node(std::move(memory), place_.local_rank, std::move(node_of));
   }
 
-  void find_place_on_node() {
-    MPI_Comm node = split_node();
+  void find_place_on_node(int ranks_per_node) {
+    MPI_Comm node = split_node(ranks_per_node);
     TESSERA_MPI_CHECK(MPI_Comm_rank(node, &place_.local_rank));
     TESSERA_MPI_CHECK(MPI_Comm_size(node, &place_.local_size));
     if (place_.world_size > 1) share_memory(node);
@@ -683,7 +717,12 @@ class MpiBackend final : public WorldBackend {
     std::vector<cpu_set_t> all(static_cast<size_t>(place_.local_size));
     TESSERA_MPI_CHECK(
         MPI_Allgather(&mine, sizeof(mine), MPI_BYTE, all.data(), sizeof(mine), MPI_BYTE, node));
+    const uint64_t my_group = cpu_quota().group_id;
+    std::vector<uint64_t> groups(static_cast<size_t>(place_.local_size));
+    TESSERA_MPI_CHECK(
+        MPI_Allgather(&my_group, 1, MPI_UINT64_T, groups.data(), 1, MPI_UINT64_T, node));
     MPI_Comm_free(&node);
+    place_.num_sharing_quota = static_cast<int>(std::count(groups.begin(), groups.end(), my_group));
     place_.num_sharing = place_.sharing_index = 0;
     bool is_same = true;
     for (int i = 0; i < place_.local_size; ++i) {

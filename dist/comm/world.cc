@@ -12,35 +12,20 @@
 #include "core/runtime/affinity.h"
 #include "core/runtime/context.h"
 #include "dist/comm/backend.h"
+#include "dist/comm/launcher.h"
 #include "dist/comm/nccl.h"
 
 namespace tessera::dist {
 
-namespace {
-
-// Ranks that a launcher says it started; 0 without one.
-int num_launched_ranks() {
-  for (const char* name : {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS"}) {
-    if (const char* value = std::getenv(name)) return std::max(1, std::atoi(value));
-  }
-  return std::getenv("PMIX_RANK") != nullptr ? 1 : 0;
-}
-
-}  // namespace
-
-World World::init([[maybe_unused]] int argc, [[maybe_unused]] char** argv) {
-  const int num_launched = num_launched_ranks();
-  if (num_launched == 0) return World(make_solo_backend());
+World World::init([[maybe_unused]] int argc, [[maybe_unused]] char** argv, bool checks_launcher) {
+  std::unique_ptr<WorldBackend> backend;
 #if TESSERA_MPI
-  World world(make_mpi_backend(argc, argv));
-  if (world.world_size() > 1) set_log_rank(world.rank());
-  return world;
-#else
-  TESSERA_CHECK_AS(ConfigError, num_launched == 1,
-                   "World: a launcher started {} ranks, but this build has no MPI (-Dmpi=disabled)",
-                   num_launched);
-  return World(make_solo_backend());
+  if (is_launched_for_mpi(std::getenv)) backend = make_mpi_backend(argc, argv);
 #endif
+  World world(backend != nullptr ? std::move(backend) : make_solo_backend());
+  if (world.world_size() > 1) set_log_rank(world.rank());
+  if (checks_launcher) world.check_launcher();
+  return world;
 }
 
 World::World(std::unique_ptr<WorldBackend> backend)
@@ -58,6 +43,18 @@ World::~World() {
   } catch (const std::exception& error) {
     log_error("{}", error.what());
   }
+}
+
+void World::check_launcher(bool single_process) {
+  control().verdict([&] {
+    if (!single_process) {
+      const std::string problem = launcher_problem(std::getenv, world_size());
+      TESSERA_CHECK_AS(ConfigError, problem.empty(), "{}", problem);
+    } else if (world_size() > 1) {
+      throw ConfigError(fmt::format(
+          "World: dist.single_process = true, but MPI has {} ranks, expected 1", world_size()));
+    }
+  });
 }
 
 int World::rank() const {
@@ -81,10 +78,22 @@ int World::num_threads(int requested) const {
   const WorldPlace& place = backend_->place();
   if (requested == 0 && place.default_threads > 0) return place.default_threads;
   const int allowed = num_allowed_processors();
-  const int threads = requested > 0 ? requested : std::max(1, allowed / place.num_sharing);
+  const CpuQuota& quota = cpu_quota();
+  const bool has_quota = quota.processors > 0;
+  int usable = std::max(1, allowed / place.num_sharing);
+  if (has_quota) {
+    const CpuQuota share{.processors = quota.processors / place.num_sharing_quota};
+    usable = std::min(usable, num_quota_threads(share));
+  }
+  const int threads = requested > 0 ? requested : usable;
   if (threads > allowed) {
     log_warning("this rank may use {} processors (its affinity mask), fewer than its {} threads{}",
                 allowed, threads, place.is_launched ? "; start with mpirun --bind-to none" : "");
+    return threads;
+  }
+  if (has_quota && threads > std::max(1.0, quota.processors)) {
+    log_warning("this rank may use the time of {:.3g} processors ({}), fewer than its {} threads",
+                quota.processors, quota.group, threads);
     return threads;
   }
   const int online = static_cast<int>(sysconf(_SC_NPROCESSORS_ONLN));
@@ -137,11 +146,14 @@ void World::abort(int status, const std::string& reason) noexcept {
   backend_->abort(status, reason);
 }
 
-int run_main(int argc, char** argv, const std::function<int(World&)>& body) {
+int run_main(int argc, char** argv, const std::function<int(World&)>& body, bool checks_launcher) {
   ::signal(SIGXFSZ, SIG_IGN);  // a file that is too large is an error of the write
   std::optional<World> world;
   try {
-    world.emplace(World::init(argc, argv));
+    world.emplace(World::init(argc, argv, checks_launcher));
+  } catch (const StartError& error) {
+    if (error.is_reporter()) log_error("{}", error.what());
+    return error.exit_status();
   } catch (const Error& error) {
     log_error("{}", error.what());
     return error.exit_status();

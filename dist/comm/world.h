@@ -26,13 +26,19 @@ inline constexpr std::chrono::seconds kDefaultTimeout{600};
 class World {
  public:
   /// Starts MPI if a launcher (mpirun, srun) started this process, else a world of one rank.
-  /// Errors   ConfigError if a launcher started several ranks of a build without MPI; CommError if
-  ///          MPI does not allow several threads
-  static World init(int argc, char** argv);
+  /// Errors   ConfigError if a launcher says that it started several processes, but MPI has one
+  /// rank
+  ///          ([Note: Launchers]; unless `checks_launcher` is false, then call `check_launcher`),
+  ///          or for a value of TESSERA_RANKS_PER_NODE; CommError if MPI does not allow several
+  ///          threads
+  static World init(int argc, char** argv, bool checks_launcher = true);
 
   explicit World(std::unique_ptr<WorldBackend> backend);
   World(World&&) noexcept;
   ~World();
+
+  /// ConfigError as above unless a lone process is meant, then if it is not alone. Collective.
+  void check_launcher(bool single_process = false);
 
   int rank() const;
   int world_size() const;
@@ -42,8 +48,9 @@ class World {
   /// `device_from_name(name, local_rank())`.
   Device device(std::string_view name) const;
   /// Threads for this rank's compute stream: `requested`, or, if 0, the processors this rank may
-  /// use divided by the ranks on the node that may use them too (1 for thread ranks). Warns if the
-  /// affinity mask is smaller than the result or than this rank's share of the machine, as
+  /// use divided by the ranks on the node that may use them too (1 for thread ranks), or its share
+  /// of the CPU quota that control groups set, if that is fewer. Warns if the affinity mask or the
+  /// quota is smaller than the result, or the mask than this rank's share of the machine, as
   /// `mpirun` without `--bind-to none` causes.
   int num_threads(int requested = 0) const;
   /// Processors for `num_threads` threads of this rank, none of them another rank's. Empty if there
@@ -75,9 +82,10 @@ class World {
   int num_exceptions_;  // in flight when it was made: one more means that it dies of one
 };
 
-/// The `main` of a program: World::init, then `body`. An Error (or any exception) is logged with
-/// the rank, and all ranks end with its exit status; an error of all ranks (`Control::verdict`) is
-/// logged by one of them. Returns the status for `main`.
-int run_main(int argc, char** argv, const std::function<int(World&)>& body);
+/// The `main` of a program: World::init (argc, argv, checks_launcher), then `body`. An Error (or
+/// any exception) is logged with the rank, and all ranks end with its exit status; an error of all
+/// ranks (`Control::verdict`) is logged by one of them. Returns the status for `main`.
+int run_main(int argc, char** argv, const std::function<int(World&)>& body,
+             bool checks_launcher = true);
 
 }  // namespace tessera::dist

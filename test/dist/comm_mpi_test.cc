@@ -204,7 +204,7 @@ TEST_CASE("comm_mpi: ranks on one node know their place and share its processors
   REQUIRE(world().local_rank() == world().rank() - first);
   REQUIRE(world().local_size() == std::min(ranks_per_node, world().world_size() - first));
   const int threads = world().num_threads();
-  REQUIRE(threads == std::max(1, num_allowed_processors() / world().local_size()));
+  REQUIRE(threads == std::max(1, num_usable_processors() / world().local_size()));
   REQUIRE(world().num_threads(3) == 3);
 }
 
