@@ -6,6 +6,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstring>
+#include <exception>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -13,6 +14,7 @@
 #include "core/log.h"
 #include "core/profiler.h"
 #include "core/runtime/cpu/parallel.h"
+#include "core/runtime/unwinding.h"
 
 namespace tessera {
 namespace {
@@ -172,6 +174,7 @@ class CpuStream final : public StreamImpl {
   }
 
   ~CpuStream() override {
+    if (!is_on_worker()) wait_while_unwinding(*this, num_exceptions_);
     worker_->push({});
     is_on_worker() ? thread_.detach() : thread_.join();
   }
@@ -204,6 +207,7 @@ class CpuStream final : public StreamImpl {
   }
 
   void drain() noexcept override {
+    if (!is_on_worker()) wait_while_unwinding(*this, num_exceptions_);
     try {
       run_or_wait();
     } catch (...) {  // only out of memory for the event; nothing left to wait with
@@ -228,6 +232,7 @@ class CpuStream final : public StreamImpl {
     return event->wait();
   }
 
+  const int num_exceptions_ = std::uncaught_exceptions();
   const std::shared_ptr<Worker> worker_;
   std::thread thread_;
 };

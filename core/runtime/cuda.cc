@@ -3,12 +3,14 @@
 #include "core/log.h"
 #if defined(TESSERA_CUDA)
 #include <algorithm>
+#include <exception>
 #include <functional>
 #include <mutex>
 #include <vector>
 
 #include "core/runtime/cuda/check.h"
 #include "core/runtime/cuda_timing.h"
+#include "core/runtime/unwinding.h"
 #endif
 
 namespace tessera {
@@ -126,6 +128,7 @@ class CudaStream final : public StreamImpl {
     profiler::name_stream(id, name);
   }
   ~CudaStream() override {
+    wait_while_unwinding(*this, num_exceptions_);
     timeline_->close();
     drain();
     log_failure("cudaStreamDestroy", cudaStreamDestroy(stream_));
@@ -158,12 +161,16 @@ class CudaStream final : public StreamImpl {
     TESSERA_CUDA_CHECK(cudaStreamSynchronize(stream_));
     ErrorCell::rethrow(errors_);
   }
-  void drain() noexcept override { log_failure(name.c_str(), cudaStreamSynchronize(stream_)); }
+  void drain() noexcept override {
+    wait_while_unwinding(*this, num_exceptions_);
+    log_failure(name.c_str(), cudaStreamSynchronize(stream_));
+  }
   CUstream_st* cuda() const override { return stream_; }
   const std::shared_ptr<ErrorCell>& errors() const { return errors_; }
   const std::shared_ptr<CudaTimeline>& timeline() const { return timeline_; }
 
  private:
+  const int num_exceptions_ = std::uncaught_exceptions();
   cudaStream_t stream_ = nullptr;
   const std::shared_ptr<ErrorCell> errors_ = std::make_shared<ErrorCell>();
   std::shared_ptr<CudaTimeline> timeline_;

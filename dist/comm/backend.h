@@ -9,6 +9,8 @@
 
 namespace tessera::dist {
 
+class Control;
+
 /// Where a rank stands among the others.
 struct WorldPlace {
   int rank = 0, world_size = 1;
@@ -42,9 +44,11 @@ class WorldBackend {
   /// For the control communicator, made once by World; the base of all others.
   const std::shared_ptr<HostTransport>& base() const { return base_; }
   virtual void abort(int status, const std::string& reason) noexcept = 0;
-  /// Called by World's destructor, after its control communicator is gone; not when an exception
-  /// destroys the World.
-  virtual void finalize() {}
+  /// Ends the collectives of this rank, which an exception destroys, with CommError; the others end
+  /// when its handler says so.
+  virtual void give_up(const std::string& reason) noexcept = 0;
+  /// Called by World's destructor; not when an exception destroys the World.
+  virtual void finalize(Control&) {}
 
  protected:
   WorldPlace place_;

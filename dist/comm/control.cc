@@ -43,22 +43,29 @@ int Control::world_size() const {
   return transport_->world_size();
 }
 
-void Control::barrier() {
-  std::vector<uint8_t> all(static_cast<size_t>(world_size()));
-  const CollectiveScope scope(*log_, "barrier", {}, 1);
-  transport_->all_gather(all.data(), &all[static_cast<size_t>(rank())], 1);
+void Control::barrier(const char* name) {
+  const uint8_t mine = 0;
+  all_of(mine, name);
 }
 
-void Control::all_gather(void* all, const void* mine, int64_t nbytes) {
-  const CollectiveScope scope(*log_, "control all_gather", {}, nbytes);
+void Control::all_gather(void* all, const void* mine, int64_t nbytes, const char* name) {
+  has_thrown_verdict_ = false;
+  const CollectiveScope scope(*log_, name, {}, nbytes);
+  transport_->set_tag(CallTag(next_sequence_++, name, {}));
   transport_->all_gather(all, mine, nbytes);
+}
+
+template <class T>
+std::vector<T> Control::all_of(T mine, const char* name) {
+  std::vector<T> all(static_cast<size_t>(world_size()));
+  all_gather(all.data(), &mine, sizeof(mine), name);
+  return all;
 }
 
 std::vector<std::string> Control::all_gather(const std::string& mine) {
   const size_t num_ranks = static_cast<size_t>(world_size());
-  const int64_t length = static_cast<int64_t>(mine.size());
-  std::vector<int64_t> lengths(num_ranks);
-  all_gather(lengths.data(), &length, sizeof(length));
+  const std::vector<int64_t> lengths =
+      all_of(static_cast<int64_t>(mine.size()), "control all_gather of lengths");
   const size_t longest = static_cast<size_t>(*std::max_element(lengths.begin(), lengths.end()));
   std::string padded = mine, all(longest * num_ranks, '\0');
   padded.resize(longest);
@@ -74,6 +81,7 @@ void Control::broadcast(void* data, int64_t nbytes, int root) {
   TESSERA_CHECK(root >= 0 && root < world_size(), "broadcast: root {} is not in [0, {})", root,
                 world_size());
   const CollectiveScope scope(*log_, "control broadcast", {}, nbytes);
+  transport_->set_tag(CallTag(next_sequence_++, "control broadcast", {}));
   transport_->broadcast(data, nbytes, root);
 }
 
@@ -86,34 +94,29 @@ std::string Control::broadcast(const std::string& text, int root) {
 }
 
 bool Control::all_agree(bool mine) {
-  return min(mine ? 1 : 0) == 1;
+  const std::vector<uint8_t> all = all_of<uint8_t>(mine ? 1 : 0, "control all_agree");
+  return std::find(all.begin(), all.end(), 0) == all.end();
 }
 
 int64_t Control::max(int64_t mine) {
-  std::vector<int64_t> all(static_cast<size_t>(world_size()));
-  all_gather(all.data(), &mine, sizeof(mine));
+  const std::vector<int64_t> all = all_of(mine, "control max");
   return *std::max_element(all.begin(), all.end());
 }
 
 int64_t Control::min(int64_t mine) {
-  std::vector<int64_t> all(static_cast<size_t>(world_size()));
-  all_gather(all.data(), &mine, sizeof(mine));
+  const std::vector<int64_t> all = all_of(mine, "control min");
   return *std::min_element(all.begin(), all.end());
 }
 
 int64_t Control::sum(int64_t mine) {
-  std::vector<int64_t> all(static_cast<size_t>(world_size()));
-  all_gather(all.data(), &mine, sizeof(mine));
   int64_t total = 0;
-  for (const int64_t x : all) total += x;
+  for (const int64_t x : all_of(mine, "control sum")) total += x;
   return total;
 }
 
 double Control::sum(double mine) {
-  std::vector<double> all(static_cast<size_t>(world_size()));
-  all_gather(all.data(), &mine, sizeof(mine));
   double total = 0;
-  for (const double x : all) total += x;
+  for (const double x : all_of(mine, "control sum")) total += x;
   return total;
 }
 
@@ -127,15 +130,14 @@ void Control::verdict(const std::function<void()>& body) {
 }
 
 void Control::verdict(const Error* mine) {
-  const size_t num_ranks = static_cast<size_t>(world_size());
   const int32_t status = mine != nullptr ? std::max(mine->exit_status(), 1) : 0;
-  std::vector<int32_t> statuses(num_ranks);
-  all_gather(statuses.data(), &status, sizeof(status));
+  const std::vector<int32_t> statuses = all_of(status, "control verdict");
   const auto failed = std::find_if(statuses.begin(), statuses.end(), [](int s) { return s != 0; });
   if (failed == statuses.end()) return;
   const int root = static_cast<int>(failed - statuses.begin());
   verdict_message_ = broadcast(root == rank() ? mine->what() : std::string(), root);
   verdict_rank_ = root;
+  has_thrown_verdict_ = true;
   throw_with_status(*failed, verdict_message_);
 }
 

@@ -10,7 +10,8 @@
 
 // Small blocking exchanges between the hosts of all ranks, on a communicator of their own: host
 // decisions (stop, save), signatures, verdicts. All ranks make the same calls in the same order
-// from one thread each. Waiting ranks sleep. Each call is under the watchdog's timeout.
+// from one thread each; ranks in different calls end with an error that names both. Waiting ranks
+// sleep. Each call is under the watchdog's timeout.
 
 namespace tessera::dist {
 
@@ -24,9 +25,10 @@ class Control {
   int rank() const;
   int world_size() const;
 
-  void barrier();
+  void barrier(const char* name = "barrier");
   /// all = `nbytes` of every rank in rank order (world_size * nbytes).
-  void all_gather(void* all, const void* mine, int64_t nbytes);
+  void all_gather(void* all, const void* mine, int64_t nbytes,
+                  const char* name = "control all_gather");
   /// Texts of any length, in rank order.
   std::vector<std::string> all_gather(const std::string& mine);
   void broadcast(void* data, int64_t nbytes, int root);
@@ -48,12 +50,19 @@ class Control {
   /// The rank whose message `error` is if it came from a verdict, else -1: all ranks have thrown
   /// it, so one of them reports it and all may end in good order.
   int verdict_rank(const Error& error) const;
+  /// The last call has thrown such an error: all ranks are at the same place.
+  bool has_thrown_verdict() const { return has_thrown_verdict_; }
 
  private:
+  template <class T>
+  std::vector<T> all_of(T mine, const char* name);
+
   std::shared_ptr<HostTransport> transport_;
   std::shared_ptr<CollectiveLog> log_;
+  int64_t next_sequence_ = 0;
   std::string verdict_message_;
   int verdict_rank_ = -1;
+  bool has_thrown_verdict_ = false;
 };
 
 }  // namespace tessera::dist

@@ -39,9 +39,16 @@ class Domain {
     boards_.push_back(board);
   }
   void abort(const std::string& reason) noexcept;
+  // The rank whose exception came first, although others may be through with theirs earlier.
+  void set_culprit(int rank) {
+    int none = -1;
+    if (!is_aborted_) culprit_.compare_exchange_strong(none, rank);
+  }
+  int culprit() const { return culprit_; }
 
  private:
   mutable std::mutex mutex_;
+  std::atomic<int> culprit_{-1};
   std::atomic<bool> is_aborted_{false};
   std::string reason_;
   std::vector<std::weak_ptr<Board>> boards_;
@@ -325,6 +332,10 @@ class LocalBackend final : public WorldBackend {
     base_ = std::make_shared<LocalTransport>(place.rank, place.world_size, group);
   }
   void abort(int, const std::string& reason) noexcept override { domain_->abort(reason); }
+  void give_up(const std::string& reason) noexcept override {
+    domain_->set_culprit(place_.rank);
+    domain_->abort(reason);
+  }
 
  private:
   const std::shared_ptr<Domain> domain_;
@@ -358,7 +369,9 @@ void run_ranks(int world_size, const LocalOptions& options,
   const auto fail = [&](int rank, const char* what) {
     {
       const std::lock_guard lock(mutex);
-      if (first_error == nullptr) first_error = std::current_exception();
+      if (first_error == nullptr || rank == domain->culprit()) {
+        first_error = std::current_exception();
+      }
     }
     domain->abort(fmt::format("rank {} failed: {}", rank, what));
   };

@@ -156,6 +156,7 @@ class MpiTransport final : public HostTransport {
         sources_(static_cast<size_t>(world_size)) {
     MPI_Comm_set_errhandler(comm_, MPI_ERRORS_RETURN);
     domain_->add(comm_);
+    for (const char* name : kControlCalls) names_.emplace(hash_bits({0, name, {}}), name);
     meet_node();
   }
 
@@ -529,8 +530,9 @@ class MpiTransport final : public HostTransport {
       int nbytes = 0;
       MPI_Get_count(&statuses_[i], MPI_BYTE, &nbytes);
       if (nbytes != expected_[i]) {
-        throw CommError(fmt::format("the ranks disagree: expected {} bytes from rank {}, got {}",
-                                    expected_[i], statuses_[i].MPI_SOURCE, nbytes));
+        throw CommError(
+            fmt::format("{}: the ranks disagree: expected {} bytes from rank {}, got {}",
+                        tag().to_string(), expected_[i], statuses_[i].MPI_SOURCE, nbytes));
       }
     }
     requests_.clear();
@@ -539,11 +541,15 @@ class MpiTransport final : public HostTransport {
 
   int message_tag() {
     if (tag().sequence == tagged_sequence_) return message_tag_;
-    const int hash = static_cast<int>(tag().hash & ((uint64_t{1} << num_hash_bits_) - 1));
+    const int hash = hash_bits(tag());
     const int sequence = static_cast<int>(tag().sequence & ((1 << kSequenceBits) - 1));
     if (names_.find(hash) == names_.end()) names_.emplace(hash, tag().to_string());
     tagged_sequence_ = tag().sequence;
     return message_tag_ = (sequence << num_hash_bits_) | hash;
+  }
+
+  int hash_bits(const CallTag& call) const {
+    return static_cast<int>(call.hash & ((uint64_t{1} << num_hash_bits_) - 1));
   }
 
   void throw_if_mismatch() {
@@ -570,8 +576,9 @@ class MpiTransport final : public HostTransport {
         int error_class = MPI_SUCCESS;
         MPI_Error_class(statuses_[i].MPI_ERROR, &error_class);
         if (error_class != MPI_ERR_TRUNCATE) continue;
-        throw CommError(fmt::format("the ranks disagree: expected {} bytes from rank {}, got more",
-                                    expected_[i], statuses_[i].MPI_SOURCE));
+        throw CommError(
+            fmt::format("{}: the ranks disagree: expected {} bytes from rank {}, got more",
+                        tag().to_string(), expected_[i], statuses_[i].MPI_SOURCE));
       }
     }
     fail_mpi(code, "MPI_Testall");
@@ -620,10 +627,12 @@ class MpiBackend final : public WorldBackend {
     MPI_Abort(MPI_COMM_WORLD, status);
   }
 
-  void finalize() override {
+  void give_up(const std::string& reason) noexcept override { domain_->abort(reason); }
+
+  void finalize(Control& control) override {
     if (domain_->is_aborted()) return;
     // Asleep, and under the watchdog, until all ranks are done: finalizing spins.
-    Control(base_, watchdog_->make_log(place_.rank)).barrier();
+    control.barrier("end of the run");
     {
       const std::lock_guard lock(end_->mutex);  // MPI may not be aborted any more
       end_->is_finalized = true;

@@ -230,8 +230,8 @@ void NodeBoard::check_agreement(const Call& call) const {
                                   p.name));
     }
     if (p.nbytes != mine.nbytes) {
-      throw CommError(fmt::format("the ranks disagree: expected {} bytes from rank {}, got {}",
-                                  mine.nbytes, ranks_[i], p.nbytes));
+      throw CommError(fmt::format("{}: the ranks disagree: expected {} bytes from rank {}, got {}",
+                                  mine.name, mine.nbytes, ranks_[i], p.nbytes));
     }
     if (p.detail != mine.detail) {
       throw CommError(fmt::format("{}: the ranks disagree: dtypes or root of rank {} and {} differ",

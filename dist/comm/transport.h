@@ -38,7 +38,7 @@ struct AllReduceCall {
 /// Two ranks that are in different collectives of the same size would exchange each other's data
 /// and go on. So every call of a Comm carries its place in the order and a hash of what it is for;
 /// ranks whose tags differ end with an error that names both. Bytes and dtypes are compared apart
-/// from it, and so are the calls of Control, which have no tag.
+/// from it.
 struct CallTag {
   int64_t sequence = -1;  ///< of its communicator; -1: no tag
   const char* op = "";
@@ -54,6 +54,13 @@ struct CallTag {
     return sequence == other.sequence && hash == other.hash;
   }
 };
+
+/// The calls of Control, for a rank that is told the hash of one it has not made.
+inline constexpr const char* kControlCalls[] = {
+    "barrier",           "control all_gather", "control all_gather of lengths",
+    "control broadcast", "control all_agree",  "control max",
+    "control min",       "control sum",        "control verdict",
+    "end of the run",    "end of a step"};
 
 /// One group of ranks. A blocking call waits for the others asleep; it throws CommError once the
 /// World is aborted or when the ranks disagree about the call.

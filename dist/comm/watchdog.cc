@@ -134,6 +134,16 @@ std::vector<std::shared_ptr<CollectiveLog>> Watchdog::logs() {
   return alive;
 }
 
+bool Watchdog::has_collective_in_flight(int rank) {
+  for (const auto& log : logs()) {
+    if (log->rank() != rank) continue;
+    for (const CollectiveRecord& record : log->records()) {
+      if (record.end_ns == 0) return true;
+    }
+  }
+  return false;
+}
+
 void Watchdog::run() {
   bool has_reported_terminate = false;
   int64_t previous_ns = profiler::now_ns();

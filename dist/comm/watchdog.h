@@ -97,6 +97,9 @@ class Watchdog {
   void set_timeout(std::chrono::milliseconds timeout);  ///< 0 = never
   void set_verbose(bool verbose) { verbose_->store(verbose); }
 
+  /// Whether a collective of `rank` is not over.
+  bool has_collective_in_flight(int rank);
+
   /// Says that the process is being ended from outside: the watchdogs of the process log one line
   /// for each collective in flight, within 0.1 s. Async-signal-safe.
   static void notify_terminate() noexcept;

@@ -32,6 +32,13 @@ World::World(std::unique_ptr<WorldBackend> backend)
     : backend_(std::move(backend)),
       control_(std::make_unique<Control>(backend_->base(),
                                          backend_->watchdog()->make_log(backend_->place().rank))),
+      unwind_action_(
+          std::make_unique<UnwindAction>([backend = backend_.get(), control = control_.get()] {
+            if (control->has_thrown_verdict()) return;  // all ranks are here, and come to all of it
+            const int rank = backend->place().rank;
+            if (!backend->watchdog()->has_collective_in_flight(rank)) return;  // it only computes
+            backend->give_up(fmt::format("rank {} is ended by an exception", rank));
+          })),
       num_exceptions_(std::uncaught_exceptions()) {}
 
 World::World(World&&) noexcept = default;
@@ -39,7 +46,7 @@ World::World(World&&) noexcept = default;
 World::~World() {
   if (backend_ == nullptr || std::uncaught_exceptions() > num_exceptions_) return;
   try {
-    backend_->finalize();
+    backend_->finalize(*control_);
   } catch (const std::exception& error) {
     log_error("{}", error.what());
   }

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "core/runtime/device.h"
+#include "core/runtime/unwinding.h"
 #include "dist/comm/comm.h"
 #include "dist/comm/control.h"
 
@@ -23,6 +24,9 @@ inline constexpr std::chrono::seconds kDefaultTimeout{600};
 /// ranks. A value that owns MPI: destroy communicators and streams first. Destroyed by an exception
 /// it leaves MPI as it is, since the other ranks may never finalize; the process then has to end
 /// with a non-zero status, on which the launcher ends the others (`run_main` does all of this).
+/// Streams that the exception destroys on the World's thread wait for no other rank: collectives
+/// that are stuck end, all of them ([Note: Unwinding]), unless all ranks have thrown the same
+/// verdict.
 class World {
  public:
   /// Starts MPI if a launcher (mpirun, srun) started this process, else a world of one rank.
@@ -79,6 +83,7 @@ class World {
  private:
   std::unique_ptr<WorldBackend> backend_;
   std::unique_ptr<Control> control_;
+  std::unique_ptr<UnwindAction> unwind_action_;
   int num_exceptions_;  // in flight when it was made: one more means that it dies of one
 };
 

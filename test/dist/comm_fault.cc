@@ -29,6 +29,14 @@ int run(World& world, const std::string& name) {
   if (name == "fine") return 0;
   if (name == "threads") return world.num_threads(4096) == 4096 && world.num_threads() >= 1 ? 0 : 1;
   if (name == "throw" && is_last) throw InputError("tokens.bin: bad magic");
+  if (name == "unwind") {  // amid a collective that nobody else comes to
+    world.set_timeout(std::chrono::seconds(600));
+    if (!is_last) std::this_thread::sleep_for(std::chrono::seconds(60));
+    gather(1);
+    throw InputError("tokens.bin: bad magic");
+  }
+  if (name == "early" && !is_last) return 0;
+  if (name == "early") world.control().verdict([] {});
   if (name == "verdict") {
     world.control().verdict([&] {
       if (is_last) throw CheckpointError("shard 1: checksum differs");

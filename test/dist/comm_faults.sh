@@ -43,6 +43,10 @@ gather="all_gather of block3 (forward, step 1, 32 bytes, sequence 1)"
 check fine 2 0 10
 check throw 3 3 10 "[rank 2] error: tokens.bin: bad magic"
 check throw 1 3 10 "error: tokens.bin: bad magic"
+check unwind 3 3 10 "[rank 2] error: tokens.bin: bad magic"
+check early 2 6 10 "the ranks disagree: rank 1 calls control verdict, rank 0 calls end of the run"
+TESSERA_RANKS_PER_NODE=1 check early 2 6 10 \
+  "the ranks disagree: rank 1 calls control verdict, rank 0 calls end of the run"
 check verdict 3 4 10 "[rank 2] error: shard 1: checksum differs"
 check stop 2 6 8 "rank 0: $gather has not finished in 3 s" "rank 0: the last collectives:" \
   "all_gather of block3 (forward, step 0, 32 bytes, sequence 0): took" "$gather: in flight for"

@@ -94,6 +94,49 @@ TEST_CASE("comm_local: a rank that throws ends the others, and its error is the 
                     InputError);
 }
 
+TEST_CASE("comm_local: an exception waits for no collective that others never come to", "[comm]") {
+  LocalOptions options;
+  options.timeout = std::chrono::seconds(600);  // what it would wait for
+  const std::string message = error_of([&] {
+    run_ranks(2, options, [](World& world) {
+      const auto comm = world.make_comm();
+      std::vector<float> full(2);
+      float x = 1;
+      const Stream stream = Context::current()->make_stream("comm");
+      if (world.rank() == 1) {
+        comm->all_gather(stream, full.data(), &x, 1, kF32);
+        throw InputError("rank 1 read a bad file");
+      }
+      expect(error_of([&] { world.control().barrier(); }) == "rank 1 is ended by an exception",
+             "the other rank is not told");
+      throw CommError("what follows from it");
+    });
+  });
+  REQUIRE(message == "rank 1 read a bad file");
+}
+
+TEST_CASE("comm_local: a verdict ends streams in good order, and so does an error that is caught",
+          "[comm]") {
+  run_ranks(2, [](World& world) {
+    const auto comm = world.make_comm();
+    std::vector<float> full(2);
+    float x = static_cast<float>(world.rank());
+    for (const bool is_verdict : {true, false}) {
+      const auto fail = [&] {
+        const Stream stream = Context::current()->make_stream("comm");
+        // Longer than the patience of a destructor.
+        stream.submit("work", [] { std::this_thread::sleep_for(std::chrono::milliseconds(500)); });
+        if (is_verdict) comm->all_gather(stream, full.data(), &x, 1, kF32);
+        if (is_verdict) world.control().verdict([] { throw InputError("a bad file"); });
+        throw InputError("a bad file");
+      };
+      expect(error_of(fail) == "a bad file", "another error");
+      world.control().barrier();
+    }
+    expect(full[1] == 1, "the collective was not completed");
+  });
+}
+
 TEST_CASE("comm_local: abort wakes ranks in a collective and fails later calls", "[comm]") {
   run_ranks(2, [](World& world) {
     const auto comm = world.make_comm();

@@ -233,8 +233,9 @@ TEST_CASE("comm_mpi: sizes that differ between ranks are an error on those who s
   comm->all_gather(stream, full.data(), shard.data(), is_odd ? 4 : 8, kF32);
   const std::string message = error_of([&] { stream.synchronize(); });
   const std::string expected =
-      is_odd ? "the ranks disagree: expected 16 bytes from rank "
-             : fmt::format("the ranks disagree: expected 32 bytes from rank {}, got 16", n - 1);
+      is_odd ? "all_gather: the ranks disagree: expected 16 bytes from rank "
+             : fmt::format("all_gather: the ranks disagree: expected 32 bytes from rank {}, got 16",
+                           n - 1);
   CAPTURE(message);
   REQUIRE(message.rfind(expected, 0) == 0);
   world().control().barrier();  // buffers live until all have seen theirs
