@@ -103,10 +103,12 @@ std::vector<Fact> facts_of(const Config& config) {
   return facts;
 }
 
-std::vector<Fact> facts_of(const Data& data, Device device) {
-  return {{"the training data", fingerprint(data.train)},
-          {"the validation data", fingerprint(data.val)},
-          {"the device", device.type == DeviceType::kCuda ? "cuda" : "cpu"}};
+std::vector<Fact> facts_of(const Config& config, const Data& data, Device device) {
+  std::vector<Fact> facts = facts_of(config);
+  facts.push_back({"the training data", fingerprint(data.train)});
+  facts.push_back({"the validation data", fingerprint(data.val)});
+  facts.push_back({"the device", device.type == DeviceType::kCuda ? "cuda" : "cpu"});
+  return facts;
 }
 
 void check_agreement(dist::Control& control, const std::vector<Fact>& facts) {

@@ -25,8 +25,9 @@ std::vector<std::string_view> keys_of_one_rank();
 
 /// The program and every other key of the configuration.
 std::vector<Fact> facts_of(const Config& config);
-/// The training and validation data by their content, and the device that computes.
-std::vector<Fact> facts_of(const Data& data, Device device);
+/// Those of the resolved configuration, the training and validation data by their content, and the
+/// device that computes.
+std::vector<Fact> facts_of(const Config& config, const Data& data, Device device);
 
 /// Compares hashes of the facts over all ranks; collective. Errors   ConfigError, on all ranks,
 /// that names what differs with the ranks and their values

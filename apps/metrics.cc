@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <stdio_ext.h>
 #include <sys/ioctl.h>
 #include <unistd.h>
 
@@ -16,7 +17,9 @@
 #include <numeric>
 
 #include "core/check.h"
+#include "core/fatal_signals.h"
 #include "core/files.h"
+#include "core/log.h"
 
 namespace tessera::apps {
 namespace {
@@ -214,15 +217,28 @@ void MetricsLog::append(std::string_view line) {
   nbytes_ += nbytes;
 }
 
+void MetricsLog::write_out(const std::string& text) {
+  if (is_out_gone_) return;
+  if (std::fputs(text.c_str(), options_.out) >= 0 && std::fflush(options_.out) == 0) return;
+  const int error = errno;
+  is_out_gone_ = true;
+  ::__fpurge(options_.out);  // or every later flush tries again
+  if (error == EPIPE) {
+    if (options_.on_out_closed) options_.on_out_closed();
+  } else if (error != EIO) {  // which a terminal that is gone gives
+    log_warning("standard output: cannot be written: {}; training goes on without",
+                std::strerror(error));
+  }
+}
+
 void MetricsLog::clear_bar() {
-  if (bar_is_shown_) std::fputs("\r\033[K", options_.out);
+  if (bar_is_shown_) write_out("\r\033[K");
   bar_is_shown_ = false;
 }
 
 void MetricsLog::print(const std::string& line) {
   clear_bar();
-  std::fputs((line + "\n").c_str(), options_.out);
-  std::fflush(options_.out);
+  write_out(line + "\n");
 }
 
 void MetricsLog::add(const StepMetrics& m) {
@@ -238,8 +254,7 @@ void MetricsLog::add(const StepMetrics& m) {
   const double left = per_step * static_cast<double>(options_.num_steps - m.step);
   // Its last column stays free, where some terminals wrap.
   const int width = std::min(terminal_width() - 1, kMostBarColumns);
-  std::fputs(("\r\033[K" + progress_bar(m, options_.num_steps, left, width)).c_str(), options_.out);
-  std::fflush(options_.out);
+  write_out("\r\033[K" + progress_bar(m, options_.num_steps, left, width));
   bar_is_shown_ = true;
 }
 

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -84,6 +85,9 @@ class MetricsLog {
     bool progress_bar = false;
     std::FILE* out = stdout;
     int64_t first_step = 0;  ///< steps done before: their lines stay
+    /// Called once when nobody reads `out` any more. A terminal that is gone is none of these: the
+    /// system says so by SIGHUP, unless the run is meant to go on without it.
+    std::function<void()> on_out_closed = {};
   };
 
   /// Starts `metrics.jsonl` anew, but for the lines of steps up to `first_step`.
@@ -101,13 +105,14 @@ class MetricsLog {
   void clear_bar();
   void append(std::string_view line);
   [[noreturn]] void fail(int error) const;
+  void write_out(const std::string& text);
 
   Options options_;
   int fd_ = -1;
   int64_t nbytes_ = 0;  // of whole lines
   std::chrono::steady_clock::time_point start_;
   int64_t first_step_ = 0;
-  bool bar_is_shown_ = false;
+  bool bar_is_shown_ = false, is_out_gone_ = false;
 };
 
 }  // namespace tessera::apps

@@ -1,80 +1,146 @@
 #include "apps/run_control.h"
 
 #include <signal.h>
-#include <unistd.h>
+#include <sys/resource.h>
+#include <time.h>
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <cmath>
+#include <cstring>
+#include <iterator>
 
 #include "dist/comm/watchdog.h"
 
 namespace tessera::apps {
 namespace {
 
-constexpr int kSignals[] = {SIGTERM, SIGUSR1};
+/// What a signal means to a training.
+struct Handled {
+  int number;
+  const char* name;
+  bool ends_soon;    // who sent it waits no longer than a moment
+  bool ends_second;  // it comes once, unless somebody is impatient
+};
+constexpr Handled kHandled[] = {{SIGTERM, "SIGTERM", true, true},
+                                {SIGINT, "SIGINT", true, true},
+                                {SIGUSR1, "SIGUSR1", false, true},
+                                {SIGHUP, "SIGHUP", false, false},
+                                {SIGXCPU, "SIGXCPU", false, false}};
+constexpr int kIgnored[] = {SIGPIPE, SIGXFSZ};  // the write says so
+// What came so soon after the first is the same request: timeout(1) sends each signal twice.
+constexpr int64_t kSameRequest_ns = 100'000'000;
 
-std::atomic<bool> preemption_requested{false};
-std::atomic<int> num_terms{0}, num_users{0};
-std::atomic<int> final_signal{0};  // that came twice
-static_assert(std::atomic<int>::is_always_lock_free && std::atomic<bool>::is_always_lock_free);
+std::atomic<const char*> cause_of_preemption{nullptr};  // null: none
+std::atomic<bool> is_stepping{false};
+std::atomic<int64_t> first_end_ns{0}, first_user_ns{0};
+static_assert(std::atomic<int64_t>::is_always_lock_free && std::atomic<bool>::is_always_lock_free &&
+              std::atomic<const char*>::is_always_lock_free);
 
-struct sigaction previous[2];
+struct sigaction previous[std::size(kHandled)], previous_ignored[std::size(kIgnored)];
+
+int64_t now_ns() {
+  timespec now{};
+  ::clock_gettime(CLOCK_MONOTONIC, &now);
+  return int64_t{now.tv_sec} * 1'000'000'000 + now.tv_nsec;
+}
+
+/// The process ends by the signal, so that who started it sees why.
+void end_by(int number, const char* why) {
+  write_fatal_report(why);
+  ::signal(number, SIG_DFL);
+  ::raise(number);
+}
 
 /// Async-signal-safe.
 void on_signal(int number) {
-  preemption_requested = true;
-  if (number == SIGTERM) {
-    if (num_terms++ == 0) {
+  const int saved_errno = errno;
+  const Handled* signal = kHandled;
+  while (signal->number != number) ++signal;
+  request_preemption(signal->name);
+  if (!is_stepping) {
+    char why[64] = "ended before the first step by ";
+    ::strncat(why, signal->name, sizeof(why) - std::strlen(why) - 1);
+    end_by(number, why);
+  } else if (signal->ends_second) {
+    std::atomic<int64_t>& first = signal->ends_soon ? first_end_ns : first_user_ns;
+    int64_t none = 0;
+    const int64_t now = now_ns();
+    if (!first.compare_exchange_strong(none, now)) {
+      if (now - none > kSameRequest_ns) {
+        char why[64] = "ended by a second ";
+        ::strncat(why, signal->name, sizeof(why) - std::strlen(why) - 1);
+        end_by(number, why);
+      }
+    } else if (signal->ends_soon) {
       dist::Watchdog::notify_terminate();
-    } else {  // the first has written the status
-      ::signal(number, SIG_DFL);
-      ::raise(number);
     }
-  } else if (num_users++ > 0) {
-    final_signal = number;
-    dist::Watchdog::notify_terminate();
-    ::alarm(1);  // if nobody is there to notice
   }
+  errno = saved_errno;
+}
+
+/// A limit of processor time whose warning (SIGXCPU) comes with the end itself, as `ulimit -t` sets
+/// it, is made to warn earlier.
+void warn_before_cpu_limit() {
+  rlimit limit{};
+  if (::getrlimit(RLIMIT_CPU, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return;
+  if (limit.rlim_cur < limit.rlim_max) return;
+  const rlim_t margin = std::clamp<rlim_t>(limit.rlim_max / 10, 1, 60);
+  limit.rlim_cur = limit.rlim_max > margin ? limit.rlim_max - margin : limit.rlim_max;
+  ::setrlimit(RLIMIT_CPU, &limit);
 }
 
 }  // namespace
 
 SignalHandlers::SignalHandlers() {
-  preemption_requested = false;
-  num_terms = num_users = final_signal = 0;
-  for (size_t i = 0; i < 2; ++i) {
+  forget_preemption();
+  is_stepping = false;
+  first_end_ns = first_user_ns = 0;
+  warn_before_cpu_limit();
+  for (size_t i = 0; i < std::size(kIgnored); ++i) {
+    struct sigaction action = {};
+    action.sa_handler = SIG_IGN;
+    ::sigaction(kIgnored[i], &action, &previous_ignored[i]);
+  }
+  for (size_t i = 0; i < std::size(kHandled); ++i) {
+    const int number = kHandled[i].number;
+    ::sigaction(number, nullptr, &previous[i]);
+    if (number == SIGHUP && previous[i].sa_handler == SIG_IGN) continue;
     struct sigaction action = {};
     action.sa_handler = on_signal;
-    action.sa_flags = SA_RESTART;
-    // The second SIGTERM ends the process from inside the handler.
-    if (kSignals[i] == SIGTERM) action.sa_flags |= SA_NODEFER;
-    ::sigaction(kSignals[i], &action, &previous[i]);
+    // Calls that it interrupts go on; a process may end from inside the handler.
+    action.sa_flags = SA_RESTART | SA_NODEFER;
+    ::sigaction(number, &action, nullptr);
   }
 }
 
 SignalHandlers::~SignalHandlers() {
-  for (size_t i = 0; i < 2; ++i) ::sigaction(kSignals[i], &previous[i], nullptr);
+  for (size_t i = 0; i < std::size(kHandled); ++i) {
+    ::sigaction(kHandled[i].number, &previous[i], nullptr);
+  }
+  for (size_t i = 0; i < std::size(kIgnored); ++i) {
+    ::sigaction(kIgnored[i], &previous_ignored[i], nullptr);
+  }
 }
 
-bool SignalHandlers::ends_at_once() {
-  return final_signal != 0;
+void SignalHandlers::begin_steps() {
+  is_stepping = true;
 }
 
-void SignalHandlers::end_by_signal() {
-  const int number = final_signal;
-  ::signal(number, SIG_DFL);
-  ::kill(::getpid(), number);
-}
-
-void request_preemption() {
-  preemption_requested = true;
+void request_preemption(const char* cause) {
+  const char* none = nullptr;
+  cause_of_preemption.compare_exchange_strong(none, cause);
 }
 bool is_preemption_requested() {
-  return preemption_requested;
+  return cause_of_preemption != nullptr;
+}
+std::string preemption_cause() {
+  const char* const cause = cause_of_preemption;
+  return cause != nullptr ? cause : "";
 }
 void forget_preemption() {
-  preemption_requested = false;
+  cause_of_preemption = nullptr;
 }
 
 std::string nonfinite_advice(const Config& config, double lr) {
@@ -105,7 +171,7 @@ RunControl::Decision RunControl::poll(dist::CheckpointWriter::State writer, bool
   const bool is_late = max_seconds_ > 0 && elapsed.count() >= max_seconds_;
   const News mine{is_preemption_requested(), is_late, is_save_due, has_failed, writer};
   std::vector<News> all(static_cast<size_t>(world_.world_size()));
-  world_.control().all_gather(all.data(), &mine, sizeof(mine));
+  world_.control().all_gather(all.data(), &mine, sizeof(mine), "end of a step");
   Decision decision;
   for (const News& news : all) {
     decision.is_preempted = decision.is_preempted || news.is_preempted != 0;

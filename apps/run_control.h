@@ -8,19 +8,27 @@
 #include <vector>
 
 #include "apps/config.h"
+#include "core/fatal_signals.h"
 #include "dist/checkpoint/writer.h"
 #include "dist/comm/world.h"
 
 // When a run ends early, and which steps count. [Note: Signals]
-// SIGTERM to a rank, or SIGUSR1 (which mpirun passes on to all ranks), asks for a preemption: the
-// ranks agree on it at the end of the step, save, and end with status 0. The same signal again ends
-// the process at once. SIGTERM also has the watchdog say what is in flight and the status file say
-// "failed", in case the end of the step is never reached: that is how a launcher ends the ranks
-// when one of them is gone.
+// Whatever asks a process to end asks a training for a preemption: SIGTERM, Ctrl-C (SIGINT), a
+// terminal that closes (SIGHUP), processor time that is used up (SIGXCPU), a batch system's SIGUSR1
+// (which mpirun passes on to all ranks), and an output that nobody reads any more. The ranks agree
+// on it at the end of the step, save, and end with status 0. SIGTERM and SIGINT also have the
+// watchdog say what is in flight and the status file say "failed", in case the end of the step is
+// never reached: that is how a launcher ends the ranks when one of them is gone. One of the two, or
+// SIGUSR1, for a second time ends the process at once; SIGHUP and SIGXCPU come several times by
+// themselves (from the kernel and the shell; once a second). Before the first step there is nothing
+// to save, and a process that is blocked in a read would not notice: it ends at once, as it does
+// everywhere of a signal it cannot survive ([Note: Death by a signal]). A SIGHUP that whoever
+// started the process had it ignore (nohup) stays ignored. Files that reach a limit (SIGXFSZ) are
+// errors of the write.
 
 namespace tessera::apps {
 
-/// While alive, the process handles the two signals as above.
+/// While alive, the process handles signals as above. One at a time.
 class SignalHandlers {
  public:
   SignalHandlers();
@@ -28,15 +36,18 @@ class SignalHandlers {
   SignalHandlers(const SignalHandlers&) = delete;
   SignalHandlers& operator=(const SignalHandlers&) = delete;
 
-  /// A signal has come twice: whoever notices ends the process.
-  static bool ends_at_once();
-  /// Ends the process by the signal that came twice, so that who started it sees why.
-  static void end_by_signal();
+  /// The first step is about to begin: from here on the end of a step follows a signal.
+  static void begin_steps();
+
+ private:
+  FatalSignalHandlers fatal_;
 };
 
-/// What a signal does; any thread.
-void request_preemption();
+/// What a signal does; any thread, and async-signal-safe. `cause` lives for ever.
+void request_preemption(const char* cause = "");
 bool is_preemption_requested();
+/// What asked for it in this process: "SIGTERM". Empty if that was another rank.
+std::string preemption_cause();
 void forget_preemption();
 
 /// What most often makes a loss or gradient norm non-finite under this configuration, and what to

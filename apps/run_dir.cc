@@ -17,6 +17,7 @@
 
 #include "apps/saved_model.h"
 #include "core/check.h"
+#include "core/fatal_signals.h"
 #include "core/files.h"
 #include "core/log.h"
 #include "dist/checkpoint/reader.h"
@@ -100,6 +101,14 @@ void write_status(const std::string& dir, RunState state, int64_t step, const st
   status["host"] = host_name();
   status["pid"] = ::getpid();
   write_file_atomically(dir + "/status.json", dump(status));
+}
+
+std::string fatal_status_text() {
+  return dump({{"state", kStateNames[static_cast<size_t>(RunState::kFailed)]},
+               {"step", "@step@"},
+               {"why", FatalReport::kWhy},
+               {"host", host_name()},
+               {"pid", ::getpid()}});
 }
 
 std::optional<RunStatus> read_status(const std::string& dir) {

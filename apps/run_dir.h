@@ -32,6 +32,8 @@ struct RunStatus {
 /// "...", "host": "...", "pid": 1234}. IoError.
 void write_status(const std::string& dir, RunState state, int64_t step, const std::string& why = "",
                   std::optional<double> loss = std::nullopt);
+/// The text of that file for a death at any time, with the marks of FatalReport.
+std::string fatal_status_text();
 /// None where there is none, or something else has that name.
 std::optional<RunStatus> read_status(const std::string& dir);
 

@@ -20,6 +20,7 @@
 #include "apps/run_dir.h"
 #include "apps/token_check.h"
 #include "core/autograd.h"
+#include "core/fatal_signals.h"
 #include "core/files.h"
 #include "core/log.h"
 #include "core/profiler.h"
@@ -230,11 +231,13 @@ void Trainer::resume() {
   run_dir_.begin(step_, checkpoints_.resumed_from(), checkpoints_.run());
   world_.control().verdict([&] {
     if (world_.rank() != 0) return;
-    log_ = std::make_unique<MetricsLog>(MetricsLog::Options{.dir = config_.output.dir,
-                                                            .num_steps = config_.train.steps,
-                                                            .log_every = config_.train.log_every,
-                                                            .progress_bar = prints_to_terminal(),
-                                                            .first_step = step_});
+    log_ = std::make_unique<MetricsLog>(MetricsLog::Options{
+        .dir = config_.output.dir,
+        .num_steps = config_.train.steps,
+        .log_every = config_.train.log_every,
+        .progress_bar = prints_to_terminal(),
+        .first_step = step_,
+        .on_out_closed = [] { request_preemption("a closed standard output"); }});
     if (data_.tokenizer == nullptr) return;
     for (const std::string& dir : {config_.output.dir, checkpoints_.dir()}) {
       write_file_atomically(dir + "/tokenizer.json", data_.tokenizer->to_json());
@@ -570,6 +573,7 @@ TrainResult Trainer::run() {
   RunControl control(config_.train, world_);
   rate_.restart(Clock::now());
   result_.steps = step_;
+  SignalHandlers::begin_steps();
   while (step_ < num_steps) {
     if (guard_.rewinds() && step_ % config_.guard.snapshot_every == 0) take_snapshot();
     follow_trace(step_);
@@ -697,37 +701,50 @@ TrainResult train(const Config& given, dist::World& world) {
   });
   Data data;
   world.control().verdict([&] { data = load_data(config); });
-  check_agreement(world.control(), facts_of(data, context->device()));
+  check_agreement(world.control(), facts_of(config, data, context->device()));
   world.control().verdict([&] { check_trace_path(config, world.rank()); });
   RunDir run_dir(config, world);  // held until the end
   Checkpointing checkpoints(config, world);
   const Context::Scope scope(context);
   StatusFile status(config.output.dir, run_dir);
+  std::atomic<bool> has_spoken = false;  // this rank: it may say more
   const auto report = [&](RunState state, int64_t step, const std::string& why,
                           bool is_stand_in = false) {
     if (world.rank() != 0 && !is_stand_in) return;
+    // Who fails first says why, the others fail because of it.
+    if (state == RunState::kFailed && !has_spoken && !status.is_running()) return;
+    has_spoken = true;
     try {
       status.end(state, step, why);
     } catch (const IoError& error) {
       log_error("{}", error.what());
     }
   };
-  std::atomic<int64_t> steps_done = 0;
+  const auto steps_done = std::make_shared<std::atomic<int64_t>>(0);
+  const bool is_alone = world.world_size() == 1;
+  const FatalReport fatal_report{.path = config.output.dir + "/status.json",
+                                 .text = fatal_status_text(),
+                                 .step = steps_done,
+                                 .who = is_alone ? "" : fmt::format("rank {}: ", world.rank()),
+                                 .only_if_running = !is_alone};
+  if (run_dir.is_begun()) set_fatal_report(fatal_report);
   // A step that is not through by the time the process is ended has failed. After a first SIGTERM
   // it may still get through; see [Note: Signals].
   world.set_on_end([&](const std::string& reason) {
     // Rank 0 may be the one that is gone already: then the next says so.
     std::this_thread::sleep_for(std::chrono::milliseconds(100) * std::min(world.rank(), 3));
-    const bool is_stand_in = world.rank() != 0 && status.is_running();
-    const char* signal = SignalHandlers::ends_at_once() ? "ended by a second SIGUSR1"
-                                                        : "ended by SIGTERM within a step";
-    report(RunState::kFailed, steps_done, reason.empty() ? signal : reason, is_stand_in);
-    if (SignalHandlers::ends_at_once()) SignalHandlers::end_by_signal();
+    report(RunState::kFailed, *steps_done,
+           reason.empty() ? fmt::format("ended by {} within a step", preemption_cause()) : reason,
+           /*is_stand_in=*/true);
   });
-  const auto forget = [](dist::World* w) { w->set_on_end(nullptr); };
+  const auto forget = [](dist::World* w) {
+    w->set_on_end(nullptr);
+    set_fatal_report({});
+  };
   const std::unique_ptr<dist::World, decltype(forget)> scope_of_action(&world, forget);
   try {
-    Trainer trainer(config, world, std::move(data), run_dir, checkpoints, status, &steps_done);
+    Trainer trainer(config, world, std::move(data), run_dir, checkpoints, status, steps_done.get());
+    set_fatal_report(fatal_report);  // only now an earlier run's status is this one's
     const TrainResult result = trainer.run();
     if (context->order_check() != nullptr) context->order_check()->throw_if_conflicts();
     const bool is_short = result.steps < config.train.steps;
@@ -735,7 +752,10 @@ TrainResult train(const Config& given, dist::World& world) {
     world.control().verdict([&] {
       if (world.rank() != 0) return;
       if (result.is_preempted) {
-        status.end(RunState::kPreempted, result.steps, "asked to end; --resume=auto goes on");
+        const std::string cause = preemption_cause();
+        status.end(RunState::kPreempted, result.steps,
+                   fmt::format("asked to end{}; --resume=auto goes on",
+                               cause.empty() ? "" : " by " + cause));
       } else {
         status.end(RunState::kFinished, result.steps, is_short ? "train.max_minutes reached" : "");
       }
@@ -743,7 +763,9 @@ TrainResult train(const Config& given, dist::World& world) {
     if (result.is_preempted) forget_preemption();
     return result;
   } catch (const std::exception& error) {
-    report(RunState::kFailed, steps_done, error.what());
+    const auto* const known = dynamic_cast<const Error*>(&error);
+    const bool is_mine = known == nullptr || world.control().verdict_rank(*known) < 0;
+    report(RunState::kFailed, *steps_done, error.what(), /*is_stand_in=*/is_mine);
     throw;
   }
 }

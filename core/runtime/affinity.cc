@@ -48,7 +48,8 @@ const CpuQuota& cpu_quota() {
 
 int num_usable_processors() {
   const int allowed = num_allowed_processors();
-  return cpu_quota().processors > 0 ? std::min(allowed, num_quota_threads(cpu_quota())) : allowed;
+  const double quota = cpu_quota().processors;
+  return quota > 0 ? std::min(allowed, num_quota_threads(quota)) : allowed;
 }
 
 void pin_threads(const Stream& stream, const std::vector<int>& processors) {

@@ -121,8 +121,8 @@ CpuQuota find_cpu_quota(const std::string& root) {
   return quota;
 }
 
-int num_quota_threads(const CpuQuota& quota) {
-  return std::max(1, static_cast<int>(std::min(quota.processors, 1e6) + 1e-6));
+int num_quota_threads(double processors) {
+  return std::max(1, static_cast<int>(std::min(processors, 1e6) + 1e-6));
 }
 
 }  // namespace tessera

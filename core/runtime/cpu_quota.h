@@ -18,8 +18,8 @@ struct CpuQuota {
 /// limits nothing. `root`: the directory that holds proc and sys, for tests.
 CpuQuota find_cpu_quota(const std::string& root = "");
 
-/// Threads that a quota has time for: whole ones, since threads that work in step all wait for the
-/// one whose time is used up; at least one.
-int num_quota_threads(const CpuQuota& quota);
+/// Threads that a quota of so many processors has time for: whole ones, since threads that work in
+/// step all wait for the one whose time is used up; at least one.
+int num_quota_threads(double processors);
 
 }  // namespace tessera

@@ -47,20 +47,30 @@ bool is_launched_for_mpi(const Environment& environment) {
   return false;
 }
 
-std::string launcher_problem(const Environment& environment, int num_mpi_ranks) {
-  if (num_mpi_ranks > 1) return "";
+std::string launcher_claim(const Environment& environment, int64_t* num_processes,
+                           std::string* variable) {
   for (const Variables& v : kLaunchers) {
     const char *const size_text = environment(v.size), *const rank_text = environment(v.rank);
     if (size_text == nullptr || rank_text == nullptr) continue;
     const auto size = parse_integer(size_text, 2, std::numeric_limits<int32_t>::max());
     if (!size || !parse_integer(rank_text, 0, *size - 1)) continue;
-    return fmt::format(
-        "World: {} = {} and {} = {}, but {}: each of these processes would be a run of its own; "
-        "expected mpirun -n {} of the MPI that this program is built with, or, for lone processes, "
-        "--dist.single_process=true (programs without this key: unset {})",
-        v.size, *size, v.rank, rank_text, kAlone, *size, v.size);
+    if (num_processes != nullptr) *num_processes = *size;
+    if (variable != nullptr) *variable = v.size;
+    return fmt::format("{} = {} and {} = {}", v.size, *size, v.rank, rank_text);
   }
   return "";
+}
+
+std::string launcher_problem(const Environment& environment, int num_mpi_ranks) {
+  int64_t num_processes = 0;
+  std::string variable;
+  const std::string claim = launcher_claim(environment, &num_processes, &variable);
+  if (num_mpi_ranks > 1 || claim.empty()) return "";
+  return fmt::format(
+      "World: {}, but {}: each of these processes would be a run of its own; expected mpirun -n {} "
+      "of the MPI that this program is built with, or, for lone processes, "
+      "--dist.single_process=true (programs without this key: unset {})",
+      claim, kAlone, num_processes, variable);
 }
 
 }  // namespace tessera::dist

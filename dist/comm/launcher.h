@@ -25,6 +25,11 @@ using Environment = std::function<const char*(const char* name)>;
 /// initialized.
 bool is_launched_for_mpi(const Environment& environment);
 
+/// "WORLD_SIZE = 4 and RANK = 2" if a launcher says that it started several processes, this one
+/// among them; else empty. With `num_processes` and `variable`, if they are not null.
+std::string launcher_claim(const Environment& environment, int64_t* num_processes = nullptr,
+                           std::string* variable = nullptr);
+
 /// What is wrong if this process is one of `num_mpi_ranks`; empty if nothing is.
 std::string launcher_problem(const Environment& environment, int num_mpi_ranks);
 

@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <exception>
 #include <optional>
+#include <utility>
 
 #include "core/log.h"
 #include "core/runtime/affinity.h"
@@ -46,10 +47,14 @@ World::World(World&&) noexcept = default;
 World::~World() {
   if (backend_ == nullptr || std::uncaught_exceptions() > num_exceptions_) return;
   try {
-    backend_->finalize(*control_);
+    finalize();
   } catch (const std::exception& error) {
     log_error("{}", error.what());
   }
+}
+
+void World::finalize() {
+  if (!std::exchange(is_finalized_, true)) backend_->finalize(*control_);
 }
 
 void World::check_launcher(bool single_process) {
@@ -89,8 +94,7 @@ int World::num_threads(int requested) const {
   const bool has_quota = quota.processors > 0;
   int usable = std::max(1, allowed / place.num_sharing);
   if (has_quota) {
-    const CpuQuota share{.processors = quota.processors / place.num_sharing_quota};
-    usable = std::min(usable, num_quota_threads(share));
+    usable = std::min(usable, num_quota_threads(quota.processors / place.num_sharing_quota));
   }
   const int threads = requested > 0 ? requested : usable;
   if (threads > allowed) {
@@ -171,7 +175,9 @@ int run_main(int argc, char** argv, const std::function<int(World&)>& body, bool
     return status;
   };
   try {
-    return body(*world);
+    const int status = body(*world);
+    world->finalize();
+    return status;
   } catch (const Error& error) {
     const int reporter = world->control().verdict_rank(error);
     if (reporter < 0) return end_all(error.exit_status(), error.what());

@@ -76,6 +76,10 @@ class World {
   /// time. Null: nothing. Returns when an action that has begun is over.
   void set_on_end(std::function<void(const std::string& reason)> action);
 
+  /// Ends the World, when all ranks have come here; the destructor does it too, but can only log an
+  /// error: CommError if a rank is elsewhere. Nothing else may be called afterwards.
+  void finalize();
+
   /// Ends all ranks: MPI_Abort(status), which does not return; for thread ranks and a world of one
   /// all communicators end with CommError and the caller goes on to end itself.
   void abort(int status, const std::string& reason) noexcept;
@@ -84,6 +88,7 @@ class World {
   std::unique_ptr<WorldBackend> backend_;
   std::unique_ptr<Control> control_;
   std::unique_ptr<UnwindAction> unwind_action_;
+  bool is_finalized_ = false;
   int num_exceptions_;  // in flight when it was made: one more means that it dies of one
 };
 

@@ -102,10 +102,12 @@ TEST_CASE("agreement: ranks with other settings do not train, and nothing is wri
   const std::string text = dir.write("text", std::string(500, 'a'));
   for (const std::string extra :
        {"optim.lr=0.01", "train.seed=7", "model.heads=1", "model.rope_theta=5.0",
-        "recompute.policy=full", "guard.max_skips=5", "train.steps=2", "dist.timeout=5.0"}) {
+        "recompute.policy=\"full\"", "guard.max_skips=5", "train.steps=2", "dist.timeout=5.0"}) {
     const size_t equals = extra.find('=');
     CAPTURE(extra);
-    const std::string message = train_with(dir, text, "--" + extra);
+    std::string argument = "--" + extra;  // strings are quoted in messages only
+    std::erase(argument, '"');
+    const std::string message = train_with(dir, text, argument);
     CHECK(message.find("the ranks disagree: " + extra.substr(0, equals) + " = ") == 0);
     CHECK(message.find(extra.substr(equals + 1) + " (command line) on rank 1; ") !=
           std::string::npos);
@@ -119,7 +121,7 @@ TEST_CASE("agreement: ranks with other settings do not train, and nothing is wri
                                             "--train.threads=1")))
                     .train;
   const Device cpu{};
-  const std::string message = compare({facts_of(data, cpu), facts_of(other, cpu)});
+  const std::string message = compare({facts_of(config, data, cpu), facts_of(config, other, cpu)});
   CHECK(message.find("the ranks disagree: the training data = 450 tokens, ") == 0);
   CHECK(message.find("validation") == std::string::npos);
   CHECK(message.find(" on rank 1; expected the same") != std::string::npos);

@@ -176,6 +176,8 @@ grep -qE "\[rank 1\].*out of memory on cpu: $numbers" "$out.log" ||
   problem="$problem, no message of rank 1 with what was requested and free"
 grep -q "train.micro_batch" "$out.log" || problem="$problem, no key that helps"
 [ "$(state "$out")" = failed ] || problem="$problem, state $(state "$out")"
+grep -q '"why":"out of memory on cpu: requested' "$out/status.json" ||
+  problem="$problem, another reason in $(cat "$out/status.json")"
 report "F42: out of memory on one rank (ulimit -v)" "$problem" "$out.log"
 start 2 "$out" --checkpoint.every=7 --resume=auto
 wait "$launcher"

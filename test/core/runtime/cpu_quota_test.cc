@@ -98,11 +98,11 @@ TEST_CASE("cpu_quota: what is missing or no number limits nothing", "[cpu_quota]
 
 TEST_CASE("cpu_quota: whole threads, at least one; as many as this process may use",
           "[cpu_quota]") {
-  CHECK(num_quota_threads({.processors = 0.3}) == 1);
-  CHECK(num_quota_threads({.processors = 1.99}) == 1);
-  CHECK(num_quota_threads({.processors = 2}) == 2);
-  CHECK(num_quota_threads({.processors = 3.5}) == 3);
-  CHECK(num_quota_threads({.processors = 1e12}) == 1'000'000);
+  CHECK(num_quota_threads(0.3) == 1);
+  CHECK(num_quota_threads(1.99) == 1);
+  CHECK(num_quota_threads(2) == 2);
+  CHECK(num_quota_threads(3.5) == 3);
+  CHECK(num_quota_threads(1e12) == 1'000'000);
   CHECK(num_usable_processors() >= 1);
   CHECK(num_usable_processors() <= num_allowed_processors());
   if (cpu_quota().processors == 0) CHECK(num_usable_processors() == num_allowed_processors());
