@@ -69,6 +69,7 @@ class StatusFile {
     const auto now = Clock::now();
     if (is_over_ || (last_ && now - *last_ < kPeriod)) return;
     last_ = now;
+    if (!is_running()) return;  // another rank has said why it failed
     try {
       write_status(dir_, RunState::kRunning, step, "", loss);
     } catch (const IoError& error) {

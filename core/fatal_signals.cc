@@ -13,6 +13,8 @@
 #include <mutex>
 #include <string_view>
 
+#include "core/fault_guard.h"
+
 namespace tessera {
 namespace {
 
@@ -90,6 +92,8 @@ bool write_text(int fd, const FatalReport& report, const char* why) {
 }
 
 void on_fatal(int number, siginfo_t* info, void*) {
+  const bool is_fault = info != nullptr && info->si_code > 0;
+  if (number == SIGBUS && is_fault && mend_mapped_fault(info->si_addr)) return;
   size_t i = 0;
   while (kFatal[i].number != number) ++i;
   if (is_dying.exchange(true)) {  // another thread is at it, and ends the process

@@ -11,6 +11,7 @@
 #include <nlohmann/json.hpp>
 
 #include "apps/metrics.h"
+#include "apps/run_dir.h"
 #include "core/files.h"
 #include "test/temp_dir.h"
 #include "test/testing.h"
