@@ -90,7 +90,9 @@ class ErrorCell {
 
 class CudaEvent final : public EventImpl {
  public:
-  CudaEvent(cudaStream_t stream, std::shared_ptr<ErrorCell> errors) : errors_(std::move(errors)) {
+  CudaEvent(Device device, cudaStream_t stream, std::shared_ptr<ErrorCell> errors)
+      : device_(device), errors_(std::move(errors)) {
+    use_cuda_device(device_);  // an event belongs to the thread's device
     TESSERA_CUDA_CHECK(
         cudaEventCreateWithFlags(&event_, cudaEventDisableTiming | cudaEventBlockingSync));
     if (const cudaError_t error = cudaEventRecord(event_, stream); error != cudaSuccess) {
@@ -98,11 +100,18 @@ class CudaEvent final : public EventImpl {
       cuda::fail("cudaEventRecord(event, stream)", error, __FILE__, __LINE__);
     }
   }
-  ~CudaEvent() override { log_failure("cudaEventDestroy", cudaEventDestroy(event_)); }
+  ~CudaEvent() override {
+    ensure_cuda_device(device_);
+    log_failure("cudaEventDestroy", cudaEventDestroy(event_));
+  }
 
   // A failed stream is done: `synchronize` tells.
-  bool is_done() const override { return cudaEventQuery(event_) != cudaErrorNotReady; }
+  bool is_done() const override {
+    ensure_cuda_device(device_);
+    return cudaEventQuery(event_) != cudaErrorNotReady;
+  }
   void synchronize() const override {
+    ensure_cuda_device(device_);
     TESSERA_CUDA_CHECK(cudaEventSynchronize(event_));
     ErrorCell::rethrow(errors_);
   }
@@ -110,6 +119,7 @@ class CudaEvent final : public EventImpl {
   const std::shared_ptr<ErrorCell>& errors() const { return errors_; }
 
  private:
+  const Device device_;
   cudaEvent_t event_ = nullptr;
   const std::shared_ptr<ErrorCell> errors_;
 };
@@ -130,7 +140,7 @@ class CudaStream final : public StreamImpl {
   ~CudaStream() override {
     wait_while_unwinding(*this, num_exceptions_);
     timeline_->close();
-    drain();
+    drain();  // which sets a device
     log_failure("cudaStreamDestroy", cudaStreamDestroy(stream_));
   }
 
@@ -138,31 +148,33 @@ class CudaStream final : public StreamImpl {
     TESSERA_UNIMPLEMENTED("{}: host tasks do not run on device {}", task_name, device);
   }
   void fill_bytes(const char* task, void* data, unsigned char value, size_t nbytes) override {
+    ensure_cuda_device(device);
     const CudaTask traced(timeline_, task);
     TESSERA_CUDA_CHECK(cudaMemsetAsync(data, value, nbytes, stream_));
   }
   void copy_bytes(const char* task, void* dst, const void* src, size_t nbytes) override {
+    ensure_cuda_device(device);
     const CudaTask traced(timeline_, task);
     TESSERA_CUDA_CHECK(cudaMemcpyAsync(dst, src, nbytes, cudaMemcpyDefault, stream_));
   }
-  Event record() override {
-    use_cuda_device(device);  // an event belongs to the thread's device
-    return Event(std::make_shared<CudaEvent>(stream_, errors_));
-  }
+  Event record() override { return Event(std::make_shared<CudaEvent>(device, stream_, errors_)); }
   void wait(const Event& event) override {
     const auto* target = dynamic_cast<const CudaEvent*>(event.impl());
     TESSERA_CHECK(target != nullptr, "Stream::wait: the event is of another device than {}",
                   device);
+    ensure_cuda_device(device);
     const CudaTask traced(timeline_, "wait");
     TESSERA_CUDA_CHECK(cudaStreamWaitEvent(stream_, target->get(), 0));
     errors_->add_upstream(target->errors());
   }
   void synchronize() override {
+    ensure_cuda_device(device);
     TESSERA_CUDA_CHECK(cudaStreamSynchronize(stream_));
     ErrorCell::rethrow(errors_);
   }
   void drain() noexcept override {
     wait_while_unwinding(*this, num_exceptions_);
+    ensure_cuda_device(device);
     log_failure(name.c_str(), cudaStreamSynchronize(stream_));
   }
   CUstream_st* cuda() const override { return stream_; }
@@ -222,7 +234,10 @@ class CudaBackend final : public MemoryBackend {
     const cudaError_t error = cudaMalloc(&data, nbytes);
     return memory_or_null(data, "cudaMalloc(&data, nbytes)", error, __LINE__);
   }
-  void free(void* data, size_t) noexcept override { log_failure("cudaFree", cudaFree(data)); }
+  void free(void* data, size_t) noexcept override {
+    ensure_cuda_device(device_);
+    log_failure("cudaFree", cudaFree(data));
+  }
 
  private:
   const Device device_;
@@ -238,6 +253,7 @@ class PinnedBackend final : public MemoryBackend {
     return memory_or_null(data, "cudaHostAlloc(&data, nbytes)", error, __LINE__);
   }
   void free(void* data, size_t) noexcept override {
+    ensure_cuda_device(device_);
     log_failure("cudaFreeHost", cudaFreeHost(data));
   }
 
@@ -289,8 +305,20 @@ std::unique_ptr<MemoryBackend> make_pinned_backend(Device device) {
   return std::make_unique<PinnedBackend>(device);
 }
 
+namespace {
+thread_local bool has_device = false;
+}
+
 void use_cuda_device(Device device) {
   TESSERA_CUDA_CHECK(cudaSetDevice(device.index));
+  has_device = true;
+}
+
+void ensure_cuda_device(Device device) noexcept {
+  if (has_device) return;
+  const cudaError_t error = cudaSetDevice(device.index);
+  has_device = error == cudaSuccess;
+  log_failure("cudaSetDevice", error);
 }
 
 std::string cuda_device_id(Device device) {
@@ -319,6 +347,7 @@ HostGate::~HostGate() {
 }
 
 uint32_t HostGate::wait_on(const Stream& stream) {
+  ensure_cuda_device(stream.device());
   static const WaitValue32 wait_value = find_wait_value();
   const uint32_t ticket = ++num_waits_;
   const int error =
@@ -354,6 +383,7 @@ std::unique_ptr<MemoryBackend> make_pinned_backend(Device device) {
 void use_cuda_device(Device device) {
   fail_absent("use_cuda_device", device);
 }
+void ensure_cuda_device(Device) noexcept {}
 std::string cuda_device_id(Device device) {
   fail_absent("cuda_device_id", device);
 }

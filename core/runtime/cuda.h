@@ -36,6 +36,10 @@ std::unique_ptr<MemoryBackend> make_cuda_backend(Device device);
 std::unique_ptr<MemoryBackend> make_pinned_backend(Device device);
 /// Makes `device` the current one of this thread, as launches on its streams need.
 void use_cuda_device(Device device);
+/// The same if this thread has none yet: for calls that go by a stream, an event or an address, and
+/// from any thread (watchdogs, writers, last owners). The runtime would make its context on device
+/// 0 for them, half a GiB that is another rank's.
+void ensure_cuda_device(Device device) noexcept;
 /// The device's place on the bus of its machine: equal for ranks that share a device.
 std::string cuda_device_id(Device device);
 

@@ -63,19 +63,23 @@ class Registry {
 }  // namespace
 
 TimingPool::~TimingPool() {
+  if (!idle_.empty()) ensure_cuda_device(device_);
   for (const cudaEvent_t event : idle_) log_failure("cudaEventDestroy", cudaEventDestroy(event));
 }
 
 cudaEvent_t TimingPool::take() {
-  const std::lock_guard lock(mutex_);
-  if (idle_.empty()) {
-    use_cuda_device(device_);  // an event belongs to the thread's device
-    cudaEvent_t event = nullptr;
-    TESSERA_CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDefault));
-    return event;
+  {
+    ensure_cuda_device(device_);
+    const std::lock_guard lock(mutex_);
+    if (!idle_.empty()) {
+      const cudaEvent_t event = idle_.back();
+      idle_.pop_back();
+      return event;
+    }
   }
-  const cudaEvent_t event = idle_.back();
-  idle_.pop_back();
+  use_cuda_device(device_);  // an event belongs to the thread's device
+  cudaEvent_t event = nullptr;
+  TESSERA_CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDefault));
   return event;
 }
 
@@ -122,6 +126,7 @@ void CudaSpan::end() {
 
 double CudaSpan::ms() const {
   if (end_ == nullptr) return 0;
+  ensure_cuda_device(pool_->device());
   TESSERA_CUDA_CHECK(cudaEventSynchronize(end_));
   return elapsed_ns(begin_, end_) * 1e-6;
 }
@@ -149,6 +154,7 @@ void CudaTimeline::collect(Base& base) {
 void CudaTimeline::collect_locked(Base& base) {
   const std::vector<Entry> entries = std::exchange(entries_, {});
   if (entries.empty()) return;
+  ensure_cuda_device(pool_->device());
   TESSERA_CUDA_CHECK(cudaEventSynchronize(entries.back().span.end_));
   if (base.event == nullptr) {
     base.pool = pool_;

@@ -25,6 +25,7 @@ class TimingPool {
   TimingPool(const TimingPool&) = delete;
   TimingPool& operator=(const TimingPool&) = delete;
 
+  Device device() const { return device_; }
   cudaEvent_t take();
   void give_back(cudaEvent_t event) noexcept;
 

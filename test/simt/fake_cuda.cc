@@ -68,6 +68,7 @@ struct Allocation {
 };
 
 thread_local int current_device = 0;
+thread_local bool has_device = false;  // cudaSetDevice was called: current_device is meant
 thread_local cudaError_t last_error = cudaSuccess;
 
 }  // namespace
@@ -139,6 +140,17 @@ void count_call(const char* name) {
 cudaError_t remember(cudaError_t error) {
   if (error != cudaSuccess && error != cudaErrorNotReady) last_error = error;
   return error;
+}
+
+/// `call` works in the primary context of the thread's device. For a thread that never said which
+/// one it means CUDA makes a context on device 0: half a GiB of what may be another rank's.
+void enter_context(const char* call) {
+  if (has_device) return;
+  Machine& m = Machine::get();
+  const std::lock_guard lock(m.mutex);
+  m.mistakes.push_back(std::string(call) +
+                       ": makes a context on device 0, since its thread never called "
+                       "cudaSetDevice");
 }
 
 /// The error of a device whose kernel failed; it stays.
@@ -354,6 +366,7 @@ std::vector<std::string> live_objects() {
 
 cudaError_t submit(cudaStream_t stream, const char* name, std::vector<Range> ranges,
                    std::function<void()> work) {
+  enter_context(name);
   if (stream == nullptr) {
     report_mistake(std::string(name) + ": in the default stream, which waits for all others");
     return remember(cudaErrorInvalidResourceHandle);
@@ -489,6 +502,7 @@ cudaError_t cudaSetDevice(int device) {
   const std::lock_guard lock(m.mutex);
   if (device < 0 || device >= m.num_devices) return remember(cudaErrorInvalidDevice);
   current_device = device;
+  has_device = true;
   return cudaSuccess;
 }
 
@@ -509,6 +523,7 @@ cudaError_t cudaDeviceGetPCIBusId(char* id, int length, int device) {
 }
 
 cudaError_t cudaDeviceGetStreamPriorityRange(int* lowest, int* highest) {
+  enter_context("cudaDeviceGetStreamPriorityRange");
   *lowest = 0;
   *highest = -5;
   return cudaSuccess;
@@ -525,6 +540,7 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function
 
 cudaError_t cudaMalloc(void** data, size_t nbytes) {
   count_call("cudaMalloc");
+  enter_context("cudaMalloc");
   if (const cudaError_t error = failure_of(current_device); error != cudaSuccess)
     return remember(error);
   return allocate(data, nbytes, current_device);
@@ -532,16 +548,19 @@ cudaError_t cudaMalloc(void** data, size_t nbytes) {
 
 cudaError_t cudaFree(void* data) {
   count_call("cudaFree");
+  enter_context("cudaFree");
   return release("cudaFree", data, true);
 }
 
 cudaError_t cudaHostAlloc(void** data, size_t nbytes, unsigned) {
   count_call("cudaHostAlloc");
+  enter_context("cudaHostAlloc");
   return allocate(data, nbytes, kHost);
 }
 
 cudaError_t cudaFreeHost(void* data) {
   count_call("cudaFreeHost");
+  enter_context("cudaFreeHost");
   return release("cudaFreeHost", data, false);
 }
 
@@ -560,6 +579,7 @@ cudaError_t cudaMemsetAsync(void* data, int value, size_t nbytes, cudaStream_t s
 }
 
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int priority) {
+  enter_context("cudaStreamCreateWithPriority");
   if (const cudaError_t error = failure_of(current_device); error != cudaSuccess)
     return remember(error);
   set_launcher_once();
@@ -572,6 +592,7 @@ cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int pri
 }
 
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+  enter_context("cudaStreamDestroy");
   if (stream == nullptr || !is_alive(stream)) return bad_handle("cudaStreamDestroy");
   simt::remove_object(stream);
   {
@@ -599,6 +620,7 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
 
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   count_call("cudaStreamSynchronize");
+  enter_context("cudaStreamSynchronize");
   const auto point = std::make_shared<Point>();
   const int device = stream != nullptr && is_alive(stream) ? stream->device : 0;
   // Also on a broken device: what was queued comes to its end first.
@@ -624,6 +646,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
 }
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
+  enter_context("cudaEventCreateWithFlags");
   *event = new CUevent_st;
   (*event)->has_timing = (flags & cudaEventDisableTiming) == 0;
   (*event)->device = current_device;
@@ -632,6 +655,7 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
 }
 
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  enter_context("cudaEventDestroy");
   if (event == nullptr || !is_alive(event)) return bad_handle("cudaEventDestroy");
   simt::remove_object(event);
   delete event;
@@ -651,6 +675,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
 }
 
 cudaError_t cudaEventQuery(cudaEvent_t event) {
+  enter_context("cudaEventQuery");
   if (event == nullptr || !is_alive(event)) return bad_handle("cudaEventQuery");
   const std::shared_ptr<Point> point = event->get();
   if (point != nullptr && !point->is_done()) return cudaErrorNotReady;
@@ -659,12 +684,14 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
 
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   count_call("cudaEventSynchronize");
+  enter_context("cudaEventSynchronize");
   if (event == nullptr || !is_alive(event)) return bad_handle("cudaEventSynchronize");
   if (const std::shared_ptr<Point> point = event->get()) point->wait();
   return remember(failure_of(event->device));
 }
 
 cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t begin, cudaEvent_t end) {
+  enter_context("cudaEventElapsedTime");
   const std::shared_ptr<Point> a = begin->get(), b = end->get();
   if (a == nullptr || b == nullptr || !begin->has_timing || !end->has_timing)
     return simt::report_mistake("cudaEventElapsedTime: an event without a time");

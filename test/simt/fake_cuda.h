@@ -16,8 +16,9 @@
 // It is stricter than CUDA, so that what works by luck there fails here. A wait for an event that
 // was never recorded, a copy to or from memory that would block the host (pageable), a free of
 // memory that queued work uses and a stream destroyed with work in it are mistakes: the call fails
-// and the mistake is kept. What is alive at the end of the process is a leak: it is listed, and the
-// process ends with kLeakStatus.
+// and the mistake is kept. A call from a thread that never called cudaSetDevice is one too, where
+// CUDA would make a context on device 0 for it. What is alive at the end of the process is a leak:
+// it is listed, and the process ends with kLeakStatus.
 
 namespace simt {
 

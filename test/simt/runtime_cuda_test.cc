@@ -4,6 +4,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstring>
+#include <optional>
 #include <thread>
 
 #include "core/profiler.h"
@@ -83,6 +84,41 @@ TEST_CASE("simt runtime: the host does not wait for the device", "[cuda][simt]")
   for (int i = 0; i < 50; ++i) CHECK(copies[static_cast<size_t>(i)].item() == i + 1);
   end.synchronize();
   CHECK(end.is_done());
+}
+
+TEST_CASE("simt runtime: threads that never used a device make no context on device 0",
+          "[cuda][simt]") {
+  simt::take_mistakes();
+  const auto on_thread = [](const std::function<void()>& f) { std::thread(f).join(); };
+  {
+    const auto context = make_context(3);
+    std::optional<Context::Scope> scope(context);
+    Event event = context->compute().record();
+    std::optional<HostBuffer> buffer(context->staging()->acquire(64));
+    const Tensor x = full({4}, 1);
+    buffer->download("download", context->compute(), x.raw_data());
+    std::optional<CudaSpan> span(context->compute());
+    span->end();
+    // What watchdogs, writers and the last owners of things do.
+    on_thread([&] { (void)event.is_done(); });
+    on_thread([&] { event.synchronize(); });
+    on_thread([&] { CHECK(span->ms() >= 0); });
+    on_thread([&] { span.reset(); });
+    on_thread([&] { event = Event(); });
+    on_thread([&] { context->compute().drain(); });
+    on_thread([&] { context->compute().synchronize(); });
+    on_thread([&] { buffer.reset(); });
+    on_thread([&] { event = context->compute().record(); });
+    on_thread([&] { context->compute().wait(event); });
+    auto backend = make_cuda_backend({DeviceType::kCuda, 3});
+    auto pinned = make_pinned_backend({DeviceType::kCuda, 3});
+    void* data = backend->allocate(64);
+    void* host = pinned->allocate(64);
+    on_thread([&] { backend->free(data, 64); });
+    on_thread([&] { pinned->free(host, 64); });
+    scope.reset();
+  }
+  CHECK(simt::take_mistakes() == std::vector<std::string>{});
 }
 
 TEST_CASE("simt runtime: streams are ordered by events; a missing wait is a conflict",
