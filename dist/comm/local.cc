@@ -74,8 +74,10 @@ struct Call {
 // The meeting point of one communicator.
 class Board {
  public:
-  Board(int world_size, std::shared_ptr<Domain> domain)
-      : domain_(std::move(domain)), calls_(static_cast<size_t>(world_size)) {}
+  Board(std::vector<int> world_ranks, std::shared_ptr<Domain> domain)
+      : domain_(std::move(domain)),
+        calls_(world_ranks.size()),
+        world_ranks_(std::move(world_ranks)) {}
 
   // Publishes and meets. CommError if the World is aborted before all ranks have come, or if they
   // have come with different calls.
@@ -122,8 +124,8 @@ class Board {
       const Call &a = calls_[0], &b = calls_[r];
       if (a.agrees_with(b)) continue;
       const std::string message = fmt::format(
-          "{}: the ranks disagree: rank 0 calls {}, rank {} calls {}{}", a.op, a.to_string(), r,
-          b.to_string(),
+          "{}: the ranks disagree: rank {} calls {}, rank {} calls {}{}", a.op, world_ranks_[0],
+          a.to_string(), world_ranks_[r], b.to_string(),
           std::strcmp(a.op, b.op) == 0 && a.detail != b.detail ? "; dtypes or root differ" : "");
       domain_->abort(message);
       throw CommError(message);
@@ -134,6 +136,7 @@ class Board {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::vector<Call> calls_;
+  const std::vector<int> world_ranks_;
   size_t num_arrived_ = 0;
   int64_t generation_ = 0;
 };
@@ -161,12 +164,13 @@ struct Imitation {
 
 // One communicator: `work` for its stream, `host` for splitting it.
 struct Group {
-  Group(int world_size, const std::shared_ptr<Domain>& shared_domain, const Imitation& imitate)
+  Group(const std::vector<int>& world_ranks, const std::shared_ptr<Domain>& shared_domain,
+        const Imitation& imitate)
       : domain(shared_domain),
         imitation(imitate),
-        work(std::make_shared<Board>(world_size, domain)),
-        host(std::make_shared<Board>(world_size, domain)),
-        children(static_cast<size_t>(world_size)) {
+        work(std::make_shared<Board>(world_ranks, domain)),
+        host(std::make_shared<Board>(world_ranks, domain)),
+        children(world_ranks.size()) {
     domain->add(work);
     domain->add(host);
   }
@@ -179,10 +183,10 @@ struct Group {
 
 class LocalTransport final : public HostTransport {
  public:
-  LocalTransport(int rank, int world_size, std::shared_ptr<Group> group)
-      : HostTransport(rank, world_size),
+  LocalTransport(int rank, CommGroup ranks, std::shared_ptr<Group> group)
+      : HostTransport(rank, std::move(ranks)),
         group_(std::move(group)),
-        sources_(static_cast<size_t>(world_size)),
+        sources_(static_cast<size_t>(world_size())),
         delays_(group_->imitation.delay_seed * 1000003 + static_cast<uint64_t>(rank)) {}
 
   void all_gather(void* full, const void* shard, int64_t shard_nbytes) override {
@@ -256,14 +260,17 @@ class LocalTransport final : public HostTransport {
       if (theirs.first == color) members.emplace_back(theirs.second, r);
     }
     std::sort(members.begin(), members.end());
-    const int size = static_cast<int>(members.size());
     const int leader = members.front().second;
+    std::vector<int> ranks;
+    for (const auto& [_, r] : members) ranks.push_back(r);
+    const int me = static_cast<int>(std::find(ranks.begin(), ranks.end(), rank()) - ranks.begin());
+    CommGroup names = make_child_group(color, ranks, me);
     auto& child = group_->children[static_cast<size_t>(leader)];
-    if (leader == rank()) child = std::make_shared<Group>(size, group_->domain, group_->imitation);
+    if (leader == rank()) {
+      child = std::make_shared<Group>(*names.world_ranks, group_->domain, group_->imitation);
+    }
     host.meet();
-    const auto me = std::find(members.begin(), members.end(), std::pair(key, rank()));
-    auto transport =
-        std::make_shared<LocalTransport>(static_cast<int>(me - members.begin()), size, child);
+    auto transport = std::make_shared<LocalTransport>(me, std::move(names), child);
     host.meet();
     if (leader == rank()) child.reset();
     return transport;
@@ -329,7 +336,8 @@ class LocalBackend final : public WorldBackend {
       : domain_(group->domain) {
     place_ = place;
     watchdog_ = std::move(watchdog);
-    base_ = std::make_shared<LocalTransport>(place.rank, place.world_size, group);
+    base_ = std::make_shared<LocalTransport>(place.rank,
+                                             CommGroup::world(place.rank, place.world_size), group);
   }
   void abort(int, const std::string& reason) noexcept override { domain_->abort(reason); }
   void give_up(const std::string& reason) noexcept override {
@@ -351,7 +359,7 @@ std::shared_ptr<Watchdog> make_watchdog(std::chrono::milliseconds timeout,
 
 std::unique_ptr<WorldBackend> make_solo_backend() {
   const auto domain = std::make_shared<Domain>();
-  const auto group = std::make_shared<Group>(1, domain, Imitation{});
+  const auto group = std::make_shared<Group>(std::vector<int>{0}, domain, Imitation{});
   return std::make_unique<LocalBackend>(WorldPlace{}, group,
                                         make_watchdog(kDefaultTimeout, domain));
 }
@@ -363,7 +371,8 @@ void run_ranks(int world_size, const LocalOptions& options,
   const auto watchdog = make_watchdog(options.timeout, domain);
   const Imitation imitation{options.latency_us, options.bandwidth_bytes_per_s,
                             options.max_random_delay_us, options.delay_seed};
-  const auto group = std::make_shared<Group>(world_size, domain, imitation);
+  const auto group =
+      std::make_shared<Group>(*CommGroup::world(0, world_size).world_ranks, domain, imitation);
   std::mutex mutex;
   std::exception_ptr first_error;
   const auto fail = [&](int rank, const char* what) {

@@ -97,9 +97,12 @@ class MpiDomain {
   }
 
   void free_comms() {
-    const std::lock_guard lock(mutex_);
-    for (MPI_Comm& comm : comms_) MPI_Comm_free(&comm);
-    comms_.clear();
+    std::vector<MPI_Comm> comms;
+    {
+      const std::lock_guard lock(mutex_);
+      comms.swap(comms_);
+    }
+    for (MPI_Comm& comm : comms) MPI_Comm_free(&comm);  // collective: it may wait
   }
 
  private:
@@ -148,12 +151,12 @@ int num_hash_bits(MPI_Comm comm) {
 
 class MpiTransport final : public HostTransport {
  public:
-  MpiTransport(MPI_Comm comm, int rank, int world_size, std::shared_ptr<MpiDomain> domain)
-      : HostTransport(rank, world_size),
+  MpiTransport(MPI_Comm comm, int rank, CommGroup group, std::shared_ptr<MpiDomain> domain)
+      : HostTransport(rank, std::move(group)),
         comm_(comm),
         num_hash_bits_(num_hash_bits(comm)),
         domain_(std::move(domain)),
-        sources_(static_cast<size_t>(world_size)) {
+        sources_(static_cast<size_t>(world_size())) {
     MPI_Comm_set_errhandler(comm_, MPI_ERRORS_RETURN);
     domain_->add(comm_);
     for (const char* name : kControlCalls) names_.emplace(hash_bits({0, name, {}}), name);
@@ -330,10 +333,10 @@ class MpiTransport final : public HostTransport {
     wait_all();
     MPI_Comm comm;
     TESSERA_MPI_CHECK(MPI_Comm_split(comm_, color, key, &comm));
-    int rank = 0, world_size = 0;
+    int rank = 0;
     TESSERA_MPI_CHECK(MPI_Comm_rank(comm, &rank));
-    TESSERA_MPI_CHECK(MPI_Comm_size(comm, &world_size));
-    return std::make_shared<MpiTransport>(comm, rank, world_size, domain_);
+    return std::make_shared<MpiTransport>(
+        comm, rank, make_child_group(color, ranks_of_child(comm), rank), domain_);
   }
 
   std::shared_ptr<MemoryBackend> shared_memory() const override { return domain_->memory(); }
@@ -358,6 +361,21 @@ class MpiTransport final : public HostTransport {
   };
 
   enum class Peers { kNear, kFar, kAll };
+
+  // By rank of `child`: the rank here. Local.
+  std::vector<int> ranks_of_child(MPI_Comm child) const {
+    MPI_Group mine, theirs;
+    TESSERA_MPI_CHECK(MPI_Comm_group(comm_, &mine));
+    TESSERA_MPI_CHECK(MPI_Comm_group(child, &theirs));
+    int size = 0;
+    TESSERA_MPI_CHECK(MPI_Group_size(theirs, &size));
+    std::vector<int> places(static_cast<size_t>(size)), ranks(places.size());
+    for (int i = 0; i < size; ++i) places[static_cast<size_t>(i)] = i;
+    TESSERA_MPI_CHECK(MPI_Group_translate_ranks(theirs, size, places.data(), mine, ranks.data()));
+    MPI_Group_free(&mine);
+    MPI_Group_free(&theirs);
+    return ranks;
+  }
 
   // Finds the ranks on this node that share memory and makes the board they meet at. Collective.
   void meet_node() {
@@ -532,7 +550,7 @@ class MpiTransport final : public HostTransport {
       if (nbytes != expected_[i]) {
         throw CommError(
             fmt::format("{}: the ranks disagree: expected {} bytes from rank {}, got {}",
-                        tag().to_string(), expected_[i], statuses_[i].MPI_SOURCE, nbytes));
+                        tag().to_string(), expected_[i], world_rank(statuses_[i].MPI_SOURCE), nbytes));
       }
     }
     requests_.clear();
@@ -565,7 +583,7 @@ class MpiTransport final : public HostTransport {
       // All ranks have the same units: most likely this one has done the same at another time.
       const auto known = names_.find(status.MPI_TAG & ((1 << num_hash_bits_) - 1));
       throw CommError(fmt::format("{}: the ranks disagree: rank {} calls {}, rank {} calls {}",
-                                  tag().op, rank(), tag().to_string(), r,
+                                  tag().op, world_rank(rank()), tag().to_string(), world_rank(r),
                                   known != names_.end() ? known->second : "another"));
     }
   }
@@ -578,7 +596,7 @@ class MpiTransport final : public HostTransport {
         if (error_class != MPI_ERR_TRUNCATE) continue;
         throw CommError(
             fmt::format("{}: the ranks disagree: expected {} bytes from rank {}, got more",
-                        tag().to_string(), expected_[i], statuses_[i].MPI_SOURCE));
+                        tag().to_string(), expected_[i], world_rank(statuses_[i].MPI_SOURCE)));
       }
     }
     fail_mpi(code, "MPI_Testall");
@@ -596,6 +614,58 @@ class MpiTransport final : public HostTransport {
   std::vector<int64_t> expected_;  // bytes to receive, or kNotReceived
   std::vector<MPI_Status> statuses_;
   std::vector<const void*> sources_;
+};
+
+// The messages of watchdogs, on a communicator of their own; made by their thread alone.
+class MpiWatchChannel final : public WatchChannel {
+ public:
+  MpiWatchChannel(MPI_Comm comm, int rank, int world_size)
+      : WatchChannel(rank, world_size), comm_(comm) {
+    MPI_Comm_set_errhandler(comm_, MPI_ERRORS_RETURN);
+  }
+  ~MpiWatchChannel() override {
+    for (auto& sent : sent_) {  // nobody may take it any more: MPI keeps what it has not sent
+      int is_done = 0;
+      if (MPI_Test(&sent->request, &is_done, MPI_STATUS_IGNORE) != MPI_SUCCESS || is_done == 0)
+        (void)sent.release();
+    }
+  }
+
+  void send(int to, std::string text) override {
+    std::erase_if(sent_, [](const std::unique_ptr<Sent>& sent) {
+      int is_done = 0;
+      return MPI_Test(&sent->request, &is_done, MPI_STATUS_IGNORE) != MPI_SUCCESS || is_done != 0;
+    });
+    sent_.push_back(std::make_unique<Sent>());
+    sent_.back()->text = std::move(text);
+    const std::string& kept = sent_.back()->text;
+    if (MPI_Isend(kept.data(), static_cast<int>(kept.size()), MPI_BYTE, to, 0, comm_,
+                  &sent_.back()->request) != MPI_SUCCESS) {
+      sent_.pop_back();
+    }
+  }
+
+  bool receive(int* from, std::string* text) override {
+    int has_message = 0, nbytes = 0;
+    MPI_Status status;
+    if (MPI_Iprobe(MPI_ANY_SOURCE, 0, comm_, &has_message, &status) != MPI_SUCCESS ||
+        has_message == 0) {
+      return false;
+    }
+    MPI_Get_count(&status, MPI_BYTE, &nbytes);
+    text->assign(static_cast<size_t>(nbytes), '\0');
+    *from = status.MPI_SOURCE;
+    return MPI_Recv(text->data(), nbytes, MPI_BYTE, status.MPI_SOURCE, 0, comm_,
+                    MPI_STATUS_IGNORE) == MPI_SUCCESS;
+  }
+
+ private:
+  struct Sent {
+    std::string text;
+    MPI_Request request;
+  };
+  const MPI_Comm comm_;
+  std::vector<std::unique_ptr<Sent>> sent_;
 };
 
 class MpiBackend final : public WorldBackend {
@@ -619,7 +689,15 @@ class MpiBackend final : public WorldBackend {
       if (end->is_finalized) return;  // it came through after all, and so did all that followed
       MPI_Abort(MPI_COMM_WORLD, CommError("").exit_status());
     });
-    base_ = std::make_shared<MpiTransport>(comm, place_.rank, place_.world_size, domain_);
+    base_ = std::make_shared<MpiTransport>(
+        comm, place_.rank, CommGroup::world(place_.rank, place_.world_size), domain_);
+    if (place_.world_size > 1) {
+      MPI_Comm watch;
+      TESSERA_MPI_CHECK(MPI_Comm_dup(MPI_COMM_WORLD, &watch));
+      domain_->add(watch);
+      watchdog_->set_channel(
+          std::make_unique<MpiWatchChannel>(watch, place_.rank, place_.world_size));
+    }
   }
 
   void abort(int status, const std::string& reason) noexcept override {
@@ -633,6 +711,7 @@ class MpiBackend final : public WorldBackend {
     if (domain_->is_aborted()) return;
     // Asleep, and under the watchdog, until all ranks are done: finalizing spins.
     control.barrier("end of the run");
+    watchdog_->set_channel(nullptr);
     {
       const std::lock_guard lock(end_->mutex);  // MPI may not be aborted any more
       end_->is_finalized = true;

@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
@@ -28,9 +29,15 @@
 // [Note: Collectives over NCCL]
 // A call puts NCCL's work and, for reductions, one kernel of ours into the stream and returns. No
 // thread of ours runs it, so its begin and end are read from events, by whoever comes next: the
-// next call, or the watchdog's thread. That thread also looks for NCCL's asynchronous errors and
+// next call, or the watchdog's poller. That thread also looks for NCCL's asynchronous errors and
 // for the end of the World; either ends the communicator (ncclCommAbort lets its kernels exit) and
 // poisons the streams it was used on.
+//
+// Calls of NCCL block the host for as long as a peer takes to come: the first collective of a
+// communicator and the first transfer between two ranks connect them inside the call, and a full
+// launch queue waits for the device. So the log says that the host is inside before it is, the lock
+// held there is no other's than that of calls, and the poller only tries to take it. Who ends a
+// communicator gives a call in progress a moment; then ncclCommAbort makes it return.
 //
 // Communicators are split from one in program order, so their order is the same on all ranks.
 // NCCL_LAUNCH_ORDER_IMPLICIT makes kernels of two communicators start in the host's order on every
@@ -165,8 +172,10 @@ class NcclState final : public CollectivePoller, public std::enable_shared_from_
       poll();
       std::this_thread::sleep_for(std::chrono::microseconds(200));
     }
-    if (comm == nullptr) return;
-    if (const ncclResult_t result = nccl().ncclCommDestroy(comm); result != ncclSuccess)
+    const ncclComm_t last = comm.exchange(nullptr);
+    if (last == nullptr) return;
+    const HostCallScope scope(*log, "ncclCommDestroy", {}, 0);
+    if (const ncclResult_t result = nccl().ncclCommDestroy(last); result != ncclSuccess)
       log_error("ncclCommDestroy: {}", nccl().ncclGetErrorString(result));
   }
 
@@ -175,33 +184,39 @@ class NcclState final : public CollectivePoller, public std::enable_shared_from_
   void run(const Stream& stream, const char* op, int64_t nbytes, const CollectiveInfo& info,
            const F& call) {
     {
-      const std::lock_guard lock(mutex_);
+      const HostCallScope scope(*log, op, info, nbytes);
+      const std::lock_guard host_lock(call_mutex_);
       remember(stream);
-      if (is_over_) {
-        poison_cuda_stream(stream, over_);
-        return;
-      }
+      if (poison_if_over(stream)) return;
       InFlight item{op, info.phase, info.unit, info.step, nbytes, Event(stream.impl()->record())};
-      {
+      try {
         const CudaTask traced(stream, op, info.unit);
         call();
+      } catch (const Error&) {  // also that of a call which the end of the communicator cut short
+        if (poison_if_over(stream)) return;
+        throw;
       }
       item.end = stream.impl()->record();
+      const std::lock_guard lock(mutex_);
       in_flight_.push_back(std::move(item));
     }
     progress();
   }
 
   void poll() override {
+    if (device_.type == DeviceType::kCuda) ensure_cuda_device(device_);  // from any thread
     progress();
     std::string reason = transport->abort_reason();
-    if (reason.empty() && comm != nullptr) {
-      const std::lock_guard lock(mutex_);
+    if (reason.empty()) {
+      // Who is inside a call finds its error itself.
+      const std::unique_lock host_lock(call_mutex_, std::try_to_lock);
+      const ncclComm_t now = comm;
       ncclResult_t error = ncclSuccess;
-      if (comm != nullptr && nccl().ncclCommGetAsyncError(comm, &error) == ncclSuccess &&
-          error != ncclSuccess && error != ncclInProgress) {
+      if (host_lock.owns_lock() && now != nullptr &&
+          nccl().ncclCommGetAsyncError(now, &error) == ncclSuccess && error != ncclSuccess &&
+          error != ncclInProgress) {
         reason = fmt::format("NCCL: {}; {}", nccl().ncclGetErrorString(error),
-                             nccl().ncclGetLastError(comm));
+                             nccl().ncclGetLastError(now));
       }
     }
     if (reason.empty()) return;
@@ -217,21 +232,23 @@ class NcclState final : public CollectivePoller, public std::enable_shared_from_
   /// Null if NCCL does not take the memory, which not every transport knows: then it copies through
   /// its own buffers.
   void* register_memory(void* data, size_t nbytes) {
-    const std::lock_guard lock(mutex_);
+    const HostCallScope scope(*log, "ncclCommRegister", {}, static_cast<int64_t>(nbytes));
+    const std::lock_guard host_lock(call_mutex_);
     void* handle = nullptr;
-    if (comm == nullptr || nccl().ncclCommRegister(comm, data, nbytes, &handle) != ncclSuccess)
+    const ncclComm_t now = comm;
+    if (now == nullptr || nccl().ncclCommRegister(now, data, nbytes, &handle) != ncclSuccess)
       return nullptr;
     return handle;
   }
   /// A communicator that has ended has let go of all memory.
   void deregister(void* handle) noexcept {
-    const std::lock_guard lock(mutex_);
-    if (comm != nullptr) nccl().ncclCommDeregister(comm, handle);
+    const std::lock_guard host_lock(call_mutex_);
+    if (const ncclComm_t now = comm; now != nullptr) nccl().ncclCommDeregister(now, handle);
   }
 
   const std::shared_ptr<HostTransport> transport;
   const std::shared_ptr<CollectiveLog> log;
-  ncclComm_t comm;  // null for one rank alone, and once it is over
+  std::atomic<ncclComm_t> comm;  // null for one rank alone, and once it is over
 
  private:
   struct InFlight {
@@ -242,12 +259,22 @@ class NcclState final : public CollectivePoller, public std::enable_shared_from_
     bool has_begun = false;
   };
 
+  /// Under `call_mutex_`.
   void remember(const Stream& stream) {
-    if (std::find(streams_.begin(), streams_.end(), stream) != streams_.end()) return;
-    streams_.push_back(stream);
+    {
+      const std::lock_guard lock(mutex_);
+      if (std::find(streams_.begin(), streams_.end(), stream) != streams_.end()) return;
+      streams_.push_back(stream);
+    }
     watch_cuda_stream(stream, [weak = weak_from_this()] {
       if (const auto self = weak.lock()) self->poll();
     });
+  }
+
+  bool poison_if_over(const Stream& stream) {
+    const std::lock_guard lock(mutex_);
+    if (is_over_) poison_cuda_stream(stream, over_);
+    return is_over_;
   }
 
   bool is_idle() {
@@ -272,15 +299,21 @@ class NcclState final : public CollectivePoller, public std::enable_shared_from_
   }
 
   void end(const std::string& reason) {
-    const std::lock_guard lock(mutex_);
-    if (is_over_) return;
-    is_over_ = true;
-    over_ = std::make_exception_ptr(CommError(reason));
-    for (const Stream& stream : streams_) poison_cuda_stream(stream, over_);
-    if (comm != nullptr) nccl().ncclCommAbort(std::exchange(comm, nullptr));
+    {
+      const std::lock_guard lock(mutex_);
+      if (is_over_) return;
+      is_over_ = true;
+      over_ = std::make_exception_ptr(CommError(reason));
+      for (const Stream& stream : streams_) poison_cuda_stream(stream, over_);
+    }
+    std::unique_lock host_lock(call_mutex_, std::defer_lock);
+    (void)host_lock.try_lock_for(std::chrono::milliseconds(200));
+    if (const ncclComm_t last = comm.exchange(nullptr); last != nullptr) nccl().ncclCommAbort(last);
   }
 
-  mutable std::mutex mutex_;  // of NCCL's calls too: they do not block
+  const Device device_ = Context::current()->device();
+  std::timed_mutex call_mutex_;  // of NCCL's calls by the rank's host thread, which may block
+  mutable std::mutex mutex_;     // of what follows; nobody who holds it calls NCCL
   std::deque<InFlight> in_flight_;
   std::vector<Stream> streams_;
   bool is_over_ = false;
@@ -338,8 +371,8 @@ class NcclComm final : public Comm {
            ncclComm_t comm, std::shared_ptr<NcclFamily> family)
       : transport_(std::move(transport)),
         watchdog_(std::move(watchdog)),
-        state_(
-            std::make_shared<NcclState>(transport_, watchdog_->make_log(transport_->rank()), comm)),
+        state_(std::make_shared<NcclState>(transport_, watchdog_->make_log(transport_->group()),
+                                           comm)),
         family_(std::move(family)) {
     watchdog_->add_poller(state_);
     if (comm != nullptr) family_->members.emplace_back(state_);
@@ -457,7 +490,7 @@ class NcclComm final : public Comm {
     ncclComm_t child = nullptr;
     if (world_size() > 1) {
       ncclConfig_t config = make_config();
-      const CollectiveScope scope(*state_->log, "ncclCommSplit", {}, 0);
+      const HostCallScope scope(*state_->log, "ncclCommSplit", {}, 0);
       TESSERA_CHECK_AS(CommError, !state_->is_over(), "split: the communicator has ended");
       TESSERA_NCCL_CHECK(comm(), ncclCommSplit(comm(), color, key, &child, &config));
     }
@@ -515,6 +548,17 @@ class NcclComm final : public Comm {
   void exchange(const Stream& stream, const In& in, const Out& out) {
     if (world_size() == 1) return;
     TESSERA_NCCL_CHECK(comm(), ncclGroupStart());
+    try {
+      add_transfers(stream, in, out);
+    } catch (...) {
+      nccl().ncclGroupEnd();  // the thread's next group begins as a group again
+      throw;
+    }
+    TESSERA_NCCL_CHECK(comm(), ncclGroupEnd());
+  }
+
+  template <class In, class Out>
+  void add_transfers(const Stream& stream, const In& in, const Out& out) {
     for (int i = 1; i < world_size(); ++i) {
       const int from = (rank() - i + world_size()) % world_size();
       const int to = (rank() + i) % world_size();
@@ -529,7 +573,6 @@ class NcclComm final : public Comm {
                                             to, comm(), stream.cuda()));
       }
     }
-    TESSERA_NCCL_CHECK(comm(), ncclGroupEnd());
   }
 
   void run_all_reduce(const Stream& stream, const char* op, const AllReduceCall& call,
@@ -611,8 +654,8 @@ std::unique_ptr<Comm> make_nccl_comm(std::shared_ptr<HostTransport> transport,
   ncclComm_t comm = nullptr;
   if (transport->world_size() > 1) {
     TESSERA_CHECK_AS(CommError, nccl_problem().empty(), "NCCL: {}", nccl_problem());
-    const auto log = watchdog->make_log(transport->rank());
-    const CollectiveScope scope(*log, "ncclCommInit", {}, 0);
+    const auto log = watchdog->make_log(transport->group().of_its_own("init"));
+    const HostCallScope scope(*log, "ncclCommInit", {}, 0);
     ncclUniqueId id{};
     if (transport->rank() == 0) TESSERA_NCCL_CHECK(nullptr, ncclGetUniqueId(&id));
     transport->broadcast(&id, sizeof id, 0);

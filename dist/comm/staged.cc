@@ -23,7 +23,7 @@ class StagedComm final : public Comm {
   StagedComm(std::shared_ptr<HostTransport> transport, std::shared_ptr<Watchdog> watchdog)
       : watchdog_(std::move(watchdog)),
         state_(std::make_shared<State>(std::move(transport), Context::current()->device())) {
-    state_->log = watchdog_->make_log(rank());
+    state_->log = watchdog_->make_log(state_->transport->group());
     worker_ = make_stream({}, "host_comm");
   }
 
@@ -117,8 +117,8 @@ class StagedComm final : public Comm {
   };
   /// What the worker's tasks need: they outlive the communicator.
   struct State {
-    State(std::shared_ptr<HostTransport> t, Device device)
-        : transport(std::move(t)), gate(device) {}
+    State(std::shared_ptr<HostTransport> t, Device d)
+        : transport(std::move(t)), device(d), gate(d) {}
     ~State() {
       try {
         last.synchronize();  // the stream is through with the gate and the buffers
@@ -127,6 +127,7 @@ class StagedComm final : public Comm {
     }
 
     const std::shared_ptr<HostTransport> transport;
+    const Device device;
     std::shared_ptr<CollectiveLog> log;
     HostGate gate;
     std::vector<HostBuffer> buffers;  // the last is in use, the others were too small
@@ -170,6 +171,7 @@ class StagedComm final : public Comm {
                              info = call.info, work] {
       if (!state->has_failed) {
         try {
+          ensure_cuda_device(state->device);
           copied.synchronize();
           const CollectiveScope scope(*state->log, tag.op, info, nbytes);
           state->transport->set_tag(tag);

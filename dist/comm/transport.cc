@@ -41,10 +41,20 @@ std::string CallTag::to_string() const {
   return text;
 }
 
+CommGroup HostTransport::make_child_group(int color, const std::vector<int>& ranks,
+                                          int child_rank) {
+  auto world_ranks = std::make_shared<std::vector<int>>();
+  for (const int r : ranks) world_ranks->push_back(world_rank(r));
+  CommGroup child = group_.of_its_own(fmt::format("split {} {}", num_splits_++, color).c_str());
+  child.world_rank = (*world_ranks)[static_cast<size_t>(child_rank)];
+  child.world_ranks = std::move(world_ranks);
+  return child;
+}
+
 HostComm::HostComm(std::shared_ptr<HostTransport> transport, std::shared_ptr<Watchdog> watchdog)
     : transport_(std::move(transport)),
       watchdog_(std::move(watchdog)),
-      log_(watchdog_->make_log(transport_->rank())) {}
+      log_(watchdog_->make_log(transport_->group())) {}
 
 template <class F>
 void HostComm::enqueue(const Stream& stream, const char* op, int64_t nbytes,

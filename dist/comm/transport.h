@@ -66,13 +66,17 @@ inline constexpr const char* kControlCalls[] = {
 /// World is aborted or when the ranks disagree about the call.
 class HostTransport {
  public:
-  HostTransport(int rank, int world_size) : rank_(rank), world_size_(world_size) {}
+  /// `group` names the ranks in the world.
+  HostTransport(int rank, CommGroup group) : rank_(rank), group_(std::move(group)) {}
   virtual ~HostTransport() = default;
   HostTransport(const HostTransport&) = delete;
   HostTransport& operator=(const HostTransport&) = delete;
 
   int rank() const { return rank_; }
-  int world_size() const { return world_size_; }
+  int world_size() const { return static_cast<int>(group_.world_ranks->size()); }
+  const CommGroup& group() const { return group_; }
+  /// The rank in the world of rank `r` of this group: what messages call it.
+  int world_rank(int r) const { return (*group_.world_ranks)[static_cast<size_t>(r)]; }
   /// Of the call that follows, on the same thread.
   void set_tag(const CallTag& tag) { tag_ = tag; }
 
@@ -95,9 +99,13 @@ class HostTransport {
 
  protected:
   const CallTag& tag() const { return tag_; }
+  /// The group of a split's child: the ranks of this one, in the child's order. Once a split.
+  CommGroup make_child_group(int color, const std::vector<int>& ranks, int child_rank);
 
  private:
-  const int rank_, world_size_;
+  const int rank_;
+  const CommGroup group_;
+  int64_t num_splits_ = 0;
   CallTag tag_;
 };
 

@@ -31,8 +31,8 @@ World World::init([[maybe_unused]] int argc, [[maybe_unused]] char** argv, bool 
 
 World::World(std::unique_ptr<WorldBackend> backend)
     : backend_(std::move(backend)),
-      control_(std::make_unique<Control>(backend_->base(),
-                                         backend_->watchdog()->make_log(backend_->place().rank))),
+      control_(std::make_unique<Control>(
+          backend_->base(), backend_->watchdog()->make_log(backend_->base()->group()))),
       unwind_action_(
           std::make_unique<UnwindAction>([backend = backend_.get(), control = control_.get()] {
             if (control->has_thrown_verdict()) return;  // all ranks are here, and come to all of it

@@ -26,6 +26,13 @@ int run(World& world, const std::string& name) {
   gather(0);
   stream.synchronize();
   const bool is_last = world.rank() == world.world_size() - 1;
+  if (name == "pair") {  // ranks of a communicator are not those of the world
+    const auto pair = comm->split(world.rank() / 2, world.rank());
+    if (is_last) std::this_thread::sleep_for(std::chrono::seconds(60));
+    pair->all_gather(stream, full.data(), shard.data(), 8, kF32, {"forward", "block5", 2});
+    stream.synchronize();
+    world.control().barrier();
+  }
   if (name == "fine") return 0;
   if (name == "threads") return world.num_threads(4096) == 4096 && world.num_threads() >= 1 ? 0 : 1;
   if (name == "throw" && is_last) throw InputError("tokens.bin: bad magic");

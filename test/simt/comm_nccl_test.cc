@@ -200,9 +200,46 @@ TEST_CASE("comm_nccl: the watchdog names a collective that does not finish", "[c
       });
     });
     INFO(message);
-    CHECK((message.find("rank 0: all_gather of block3 (forward, step 7, 64 bytes") == 0 ||
-           message.find("rank 1: barrier") == 0));
+    // NCCL's first call connects the ranks, on the host.
+    const std::string call = num_devices == 8 ? "the call of " : "";
+    CHECK(
+        (message.find("rank 0: " + call + "all_gather of block3 (forward, step 7, 64 bytes") == 0 ||
+         message.find("rank 1: barrier") == 0));
     CHECK(message.find("has not finished in 0.4 s") != std::string::npos);
+    expect_clean();
+  }
+}
+
+TEST_CASE("comm_nccl: the watchdog reports a host that is blocked inside of NCCL, and frees it",
+          "[comm][simt]") {
+  // The first collective and the first transfers between two ranks wait on the host for the other.
+  for (const bool is_reduce : {false, true}) {
+    std::atomic<bool> has_ended{false};
+    const std::string message = error_of([&] {
+      run_ranks(2, on_devices(std::chrono::milliseconds(400)), [&](World& world) {
+        const auto comm = world.make_comm();
+        const Stream stream = Context::current()->make_stream("comm");
+        const Buffer<float> full(std::vector<float>(32, 1.0f)), shard(std::vector<float>(16, 1.0f)),
+            staging(std::vector<float>(16, 1.0f));
+        if (world.rank() == 1) {
+          while (!has_ended) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+          return;
+        }
+        if (is_reduce) {
+          comm->reduce_scatter(stream, shard.data(), full.data(), 16, kF32, kF32, false,
+                               staging.data(), {"backward", "block3", 7});
+        } else {
+          comm->all_gather(stream, full.data(), shard.data(), 16, kF32, {"forward", "block3", 7});
+        }
+        has_ended = true;  // it comes back, and the stream says why
+        stream.synchronize();
+      });
+    });
+    CHECK(message ==
+          fmt::format("rank 0: the call of {} bytes, sequence 0) has not finished in 0.4 s; rank 1 "
+                      "has not entered it",
+                      is_reduce ? "reduce_scatter of block3 (backward, step 7, 128"
+                                : "all_gather of block3 (forward, step 7, 64"));
     expect_clean();
   }
 }

@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <thread>
 #include <utility>
@@ -16,9 +17,11 @@
 #include "test/simt/include/nccl.h"
 
 // NCCL between thread ranks. A call is a task of its stream, which meets the tasks of the other
-// ranks there. Ranks that come with different calls, counts or types are a mistake that is named,
-// where the real library hangs or writes past the end of a buffer; the communicator then has an
-// asynchronous error on all ranks.
+// ranks there. As in the real library the first collective of a communicator and the first transfer
+// between two ranks connect them before the call returns: the host meets the others' hosts, for as
+// long as they take to come, or until its own communicator is aborted. Ranks that come with
+// different calls, counts or types are a mistake that is named, where the real library hangs or
+// writes past the end of a buffer; the communicator then has an asynchronous error on all ranks.
 
 namespace {
 
@@ -130,11 +133,12 @@ class Group {
   struct Split {
     int color, key, rank;
   };
-  /// All ranks meet on the host; the group of the ranks of the same color, and the rank in it.
-  std::pair<std::shared_ptr<Group>, int> split(const Split& mine) {
+  /// All ranks meet on the host; the group of the ranks of the same color, and the rank in it; null
+  /// once the communicator is aborted.
+  std::pair<std::shared_ptr<Group>, int> split(const Split& mine, const bool& is_aborted) {
     std::unique_lock lock(mutex_);
     splits_[static_cast<size_t>(mine.rank)] = mine;
-    host_meet(lock);
+    if (!host_meet(lock, is_aborted)) return {};
     std::vector<Split> members;
     for (const Split& s : splits_) {
       if (s.color == mine.color) members.push_back(s);
@@ -146,20 +150,36 @@ class Group {
     const auto place = std::find_if(members.begin(), members.end(),
                                     [&](const Split& s) { return s.rank == mine.rank; });
     std::pair result(child, static_cast<int>(place - members.begin()));
-    host_meet(lock);
+    static const bool never = false;  // all have come: they come to these as well
+    host_meet(lock, never);
     child.reset();
-    host_meet(lock);
+    host_meet(lock, never);
     return result;
   }
-  void meet_on_host() {
+  /// False if `is_aborted` became true before all ranks had come.
+  bool meet_on_host(const bool& is_aborted) {
     std::unique_lock lock(mutex_);
-    host_meet(lock);
+    return host_meet(lock, is_aborted);
+  }
+  /// Waits until each of `peers` has come here with `rank` among its own.
+  bool connect(int rank, const std::set<int>& peers, const bool& is_aborted) {
+    std::unique_lock lock(mutex_);
+    for (const int peer : peers) comers_.emplace(rank, peer);
+    changed_.notify_all();
+    const auto is_connected = [&] {
+      return std::all_of(peers.begin(), peers.end(), [&](int peer) {
+        return comers_.count({peer, rank}) != 0;
+      });
+    };
+    changed_.wait(lock, [&] { return is_connected() || is_aborted; });
+    return is_connected();
   }
 
-  void end() {
+  /// Of one rank: its own host calls return, and what is queued on all ends.
+  void abort(bool* is_aborted) {
     {
       const std::lock_guard lock(mutex_);
-      has_ended_ = true;
+      has_ended_ = *is_aborted = true;
     }
     changed_.notify_all();
   }
@@ -188,14 +208,15 @@ class Group {
     changed_.wait(lock, [&] { return generation_ != generation || has_ended_; });
     return generation_ != generation;
   }
-  void host_meet(std::unique_lock<std::mutex>& lock) {
+  bool host_meet(std::unique_lock<std::mutex>& lock, const bool& is_aborted) {
     const int64_t generation = host_generation_;
     if (++num_hosts_ == num_ranks_) {
       num_hosts_ = 0;
       ++host_generation_;
       changed_.notify_all();
     }
-    changed_.wait(lock, [&] { return host_generation_ != generation; });
+    changed_.wait(lock, [&] { return host_generation_ != generation || is_aborted; });
+    return host_generation_ != generation;
   }
 
   const int num_ranks_;
@@ -205,6 +226,7 @@ class Group {
   int num_arrived_ = 0, num_hosts_ = 0;
   int64_t generation_ = 0, host_generation_ = 0;
   std::map<std::pair<int, int>, std::deque<Message*>> messages_;
+  std::set<std::pair<int, int>> comers_;  // (rank, peer): the host of rank connects to peer, or has
   std::vector<Split> splits_;
   std::vector<std::shared_ptr<Group>> children_;
   bool has_ended_ = false;
@@ -217,6 +239,10 @@ struct ncclComm {
   std::shared_ptr<Group> group;
   int rank = 0, device = 0;
   std::atomic<int> num_queued{0};
+  std::atomic<int> num_in_call{0};  // host threads in calls of it
+  bool is_connected = false;        // a collective has been called; by one host thread
+  bool is_aborted = false;          // under the group's mutex
+  std::set<int> peers;              // of transfers so far; by one host thread
   std::string last_error;
   std::mutex mutex;
   std::map<const char*, int64_t> registered;  // bytes by address, which is the handle
@@ -285,6 +311,18 @@ ncclResult_t submit(ncclComm_t comm, cudaStream_t stream, const char* name,
   return ncclUnhandledCudaError;
 }
 
+/// A host thread is in a call of the communicator, which is not deleted meanwhile.
+class InCall {
+ public:
+  explicit InCall(ncclComm_t comm) : comm_(comm) { ++comm_->num_in_call; }
+  ~InCall() { --comm_->num_in_call; }
+  InCall(const InCall&) = delete;
+  InCall& operator=(const InCall&) = delete;
+
+ private:
+  ncclComm_t comm_;
+};
+
 int64_t nbytes_of(size_t count, ncclDataType_t type) {
   return static_cast<int64_t>(count * size_of(type));
 }
@@ -312,9 +350,14 @@ ncclResult_t submit_transfers() {
     for (const Transfer& t : transfers) {
       (t.comm == comm && t.stream == stream ? mine : others).push_back(t);
     }
-    for (const Transfer& t : mine)
+    std::set<int> new_peers;
+    for (const Transfer& t : mine) {
       ranges.push_back({t.data, nbytes_of(t.count, t.type), !t.is_send});
+      if (t.peer != comm->rank && comm->peers.insert(t.peer).second) new_peers.insert(t.peer);
+    }
     transfers = others;
+    const InCall in_call(comm);
+    if (!comm->group->connect(comm->rank, new_peers, comm->is_aborted)) return ncclInternalError;
     const ncclResult_t result = submit(
         comm, stream, "ncclSend/ncclRecv", ranges,
         [group = comm->group, rank = comm->rank, mine] { run_transfers(*group, rank, mine); });
@@ -324,7 +367,8 @@ ncclResult_t submit_transfers() {
 }
 
 ncclResult_t add_transfer(const Transfer& transfer) {
-  if (transfer.peer < 0 || transfer.peer >= transfer.comm->group->num_ranks())
+  if (transfer.comm == nullptr || transfer.peer < 0 ||
+      transfer.peer >= transfer.comm->group->num_ranks())
     return ncclInvalidArgument;
   transfers.push_back(transfer);
   return group_depth == 0 ? submit_transfers() : ncclSuccess;
@@ -334,6 +378,9 @@ ncclResult_t add_transfer(const Transfer& transfer) {
 template <class Finish>
 ncclResult_t submit_collective(ncclComm_t comm, cudaStream_t stream, const Call& call,
                                const std::vector<simt::Range>& ranges, Finish finish) {
+  const InCall in_call(comm);
+  if (!std::exchange(comm->is_connected, true) && !comm->group->meet_on_host(comm->is_aborted))
+    return ncclInternalError;
   return submit(comm, stream, call.op, ranges,
                 [group = comm->group, rank = comm->rank, call, finish] {
                   std::vector<Call> all;
@@ -428,12 +475,16 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int num_ranks, ncclUniqueI
     if (--num_left == 0) groups.erase(id.internal);
   }
   if (group->num_ranks() != num_ranks) return ncclInvalidUsage;
-  group->meet_on_host();
+  static const bool never = false;
+  group->meet_on_host(never);
   return make_comm(group, rank, comm);
 }
 
 ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t* child, ncclConfig_t*) {
-  auto [group, rank] = comm->group->split({color, key, comm->rank});
+  if (comm == nullptr) return ncclInvalidArgument;
+  const InCall in_call(comm);
+  auto [group, rank] = comm->group->split({color, key, comm->rank}, comm->is_aborted);
+  if (group == nullptr) return ncclInternalError;
   return make_comm(group, rank, child);
 }
 
@@ -452,10 +503,11 @@ ncclResult_t ncclCommDestroy(ncclComm_t comm) {
   return ncclSuccess;
 }
 
-// What is queued ends without a result; the tasks own what they need.
+// Calls of the host return with an error, what is queued ends without a result; the tasks own what
+// they need.
 ncclResult_t ncclCommAbort(ncclComm_t comm) {
-  comm->group->end();
-  while (comm->num_queued != 0) std::this_thread::yield();
+  comm->group->abort(&comm->is_aborted);
+  while (comm->num_queued != 0 || comm->num_in_call != 0) std::this_thread::yield();
   simt::remove_object(comm);
   delete comm;
   return ncclSuccess;
@@ -511,6 +563,7 @@ ncclResult_t ncclRecv(void* data, size_t count, ncclDataType_t type, int peer, n
 
 ncclResult_t ncclAllGather(const void* send, void* receive, size_t send_count, ncclDataType_t type,
                            ncclComm_t comm, cudaStream_t stream) {
+  if (comm == nullptr) return ncclInvalidArgument;
   const int64_t nbytes = nbytes_of(send_count, type);
   const int num_ranks = comm->group->num_ranks();
   return submit_collective(comm, stream, {"ncclAllGather", send_count, type, -1, send},
@@ -528,6 +581,7 @@ ncclResult_t ncclAllGather(const void* send, void* receive, size_t send_count, n
 ncclResult_t ncclReduceScatter(const void* send, void* receive, size_t receive_count,
                                ncclDataType_t type, ncclRedOp_t, ncclComm_t comm,
                                cudaStream_t stream) {
+  if (comm == nullptr) return ncclInvalidArgument;
   const int64_t nbytes = nbytes_of(receive_count, type);
   const size_t first = receive_count * static_cast<size_t>(comm->rank);
   if (type != ncclFloat32 && type != ncclFloat64 && type != ncclBfloat16)
@@ -550,6 +604,7 @@ ncclResult_t ncclReduceScatter(const void* send, void* receive, size_t receive_c
 
 ncclResult_t ncclBroadcast(const void* send, void* receive, size_t count, ncclDataType_t type,
                            int root, ncclComm_t comm, cudaStream_t stream) {
+  if (comm == nullptr) return ncclInvalidArgument;
   const int64_t nbytes = nbytes_of(count, type);
   return submit_collective(comm, stream, {"ncclBroadcast", count, type, root, send},
                            {{send, nbytes, false}, {receive, nbytes, true}},
