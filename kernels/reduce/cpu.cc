@@ -1,3 +1,4 @@
+#include <atomic>
 #include <bit>
 #include <cmath>
 #include <limits>
@@ -301,6 +302,26 @@ void clip_factor(const ClipFactor& p) {
   const bool finite = is_finite(norm);
   *p.found_inf = finite ? 0 : 1;
   *p.factor = finite ? std::min(1.0f, p.max_norm / (norm + 1e-6f)) : 0.0f;
+}
+
+void checksum(const Checksum& p) {
+  visit_checksum_item(p.item_nbytes, [&](auto tag) {
+    using T = decltype(tag);
+    for (int64_t s = 0; s < p.num_segments; ++s) {
+      const int64_t begin = p.segments[3 * s], offset = p.segments[3 * s + 2];
+      const T* x = static_cast<const T*>(p.x) + begin;
+      tessera::cpu::parallel_for(
+          p.segments[3 * s + 1] - begin, 2 * kGrainElements, [&](int64_t first, int64_t last) {
+            uint64_t total = 0;
+#pragma omp simd reduction(+ : total)
+            for (int64_t i = first; i < last; ++i) {
+              total += static_cast<uint64_t>(x[i]) * checksum_weight(offset + i);
+            }
+            // Sums of integers have no order.
+            std::atomic_ref(p.sums[s]).fetch_add(total, std::memory_order_relaxed);
+          });
+    }
+  });
 }
 
 }  // namespace tessera::kernels::cpu

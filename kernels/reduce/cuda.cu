@@ -3,6 +3,7 @@
 //   sum           dst[o, i] = factor sum_n x[o, n, i]: along contiguous memory (inner = 1), or over
 //                 rows of columns
 //   partial_norm  sum |x|^p, max |x|, over the segments of a flat buffer
+//   checksum      sum bits(x) weight(index) mod 2^64, of each segment
 //
 // Layout           vectors of 16 bytes, 4 of them under way a thread. f32 over at most 32 terms of
 //                  one thread, f64 from there on.
@@ -11,10 +12,11 @@
 //                  is short and else for a block; chunks go through `partials`, which a second
 //                  kernel adds in order. partial_norm: the segments' 256-element blocks, counted
 //                  through all segments, are dealt to at most 1024 chunks, one a block; a warp
-//                  takes a 256-element block at a time. No atomics.
+//                  takes a 256-element block at a time. checksum: 64 blocks a segment, each an even
+//                  part of it, add what they have to the segment's sum by one atomic.
 // Determinism      every order depends on the shape, or on the segments' lengths, only: not on the
 //                  device, an address or the rest of the buffer. So a norm is the same whether a
-//                  chunk lies in its shard or in the full buffer.
+//                  chunk lies in its shard or in the full buffer. Sums of integers have no order.
 
 #include <cmath>
 
@@ -418,6 +420,34 @@ __global__ void clip_factor_kernel(ClipFactor p) {
   *p.factor = finite ? fminf(1.0f, p.max_norm / (norm + 1e-6f)) : 0.0f;
 }
 
+/// Block b: part b % kParts of segment b / kParts.
+constexpr int kChecksumParts = 64;
+
+template <class T>
+__global__ void __launch_bounds__(kBlock) checksum_kernel(Checksum p) {
+  const int64_t s = blockIdx.x / kChecksumParts, part = blockIdx.x % kChecksumParts;
+  const int64_t begin = p.segments[3 * s], offset = p.segments[3 * s + 2];
+  const int64_t length = p.segments[3 * s + 1] - begin;
+  const int64_t last = length * (part + 1) / kChecksumParts;
+  const T* x = static_cast<const T*>(p.x) + begin;
+  unsigned long long total = 0;
+#pragma unroll 4
+  for (int64_t i = length * part / kChecksumParts + static_cast<int>(threadIdx.x); i < last;
+       i += kBlock) {
+    total += static_cast<unsigned long long>(x[i]) * checksum_weight(offset + i);
+  }
+#pragma unroll
+  for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
+    total += __shfl_xor_sync(kFullMask, total, distance);
+  }
+  unsigned long long* smem = dynamic_smem<unsigned long long>();
+  if (threadIdx.x % kWarpSize == 0) smem[threadIdx.x / kWarpSize] = total;
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  for (int w = 1; w < kWarps; ++w) total += smem[w];
+  atomicAdd(reinterpret_cast<unsigned long long*>(p.sums + s), total);
+}
+
 // ---- geometry -----------------------------------------------------------------------------------
 
 SumChunks sum_chunks(const Sum& p) {
@@ -517,6 +547,16 @@ void combine_norms(CUstream_st* stream, const CombineNorms& p) {
 void clip_factor(CUstream_st* stream, const ClipFactor& p) {
   launch("clip_factor", &clip_factor_kernel, LaunchConfig{1, tessera::cuda::kWarpSize, 0, stream},
          p);
+}
+
+void checksum(CUstream_st* stream, const Checksum& p) {
+  if (p.num_segments == 0) return;
+  visit_checksum_item(p.item_nbytes, [&](auto tag) {
+    launch("checksum", &checksum_kernel<decltype(tag)>,
+           LaunchConfig{grid_blocks(p.num_segments * kChecksumParts), kBlock,
+                        kWarps * sizeof(unsigned long long), stream},
+           p);
+  });
 }
 
 }  // namespace tessera::kernels::cuda

@@ -93,4 +93,42 @@ struct ClipFactor {
 };
 TESSERA_DECLARE_KERNEL(clip_factor, ClipFactor);
 
+/// Checksums of the bits of segments [begin, end) of a flat buffer, whose first element is element
+/// `offset` of something larger; see `add_checksums` in reduce.h. `segments`: (begin, end, offset).
+struct Checksum {
+  uint64_t* sums;  ///< num_segments, added to
+  const void* x;
+  const int64_t* segments;
+  int64_t item_nbytes;  ///< of an element: 1, 2, 4 or 8
+  int64_t numel, num_segments;
+  Cost cost() const;
+};
+TESSERA_DECLARE_KERNEL(checksum, Checksum);
+
+#if defined(__CUDACC__)
+#define TESSERA_CHECKSUM_FUNCTION __host__ __device__ inline
+#else
+#define TESSERA_CHECKSUM_FUNCTION inline
+#endif
+
+/// What element `index` counts: odd, so that no flipped bit is multiplied away.
+TESSERA_CHECKSUM_FUNCTION uint32_t checksum_weight(int64_t index) {
+  return (static_cast<uint32_t>(index) + 1) * 0x9e3779b1u | 1u;
+}
+
+/// Calls f(T()) with the unsigned integer of `item_nbytes` bytes.
+template <class F>
+void visit_checksum_item(int64_t item_nbytes, const F& f) {
+  switch (item_nbytes) {
+    case 1:
+      return f(uint8_t());
+    case 2:
+      return f(uint16_t());
+    case 4:
+      return f(uint32_t());
+    default:
+      return f(uint64_t());
+  }
+}
+
 }  // namespace tessera::kernels

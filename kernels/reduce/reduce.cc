@@ -51,11 +51,19 @@ Cost ClipFactor::cost() const {
   return Cost(3).read(norm, sizeof(float)).write(factor, sizeof(float)).write(found_inf, 1);
 }
 
+Cost Checksum::cost() const {
+  return Cost(2.0 * static_cast<double>(numel))
+      .read(x, numel * item_nbytes)
+      .read(segments, num_segments * 3 * static_cast<int64_t>(sizeof(int64_t)))
+      .write_or_accumulate(sums, num_segments * static_cast<int64_t>(sizeof(uint64_t)), true);
+}
+
 TESSERA_DEFINE_KERNEL(sum, Sum);
 TESSERA_DEFINE_KERNEL(cumsum, Cumsum);
 TESSERA_DEFINE_KERNEL(partial_norm, PartialNorm);
 TESSERA_DEFINE_KERNEL(combine_norms, CombineNorms);
 TESSERA_DEFINE_KERNEL(clip_factor, ClipFactor);
+TESSERA_DEFINE_KERNEL(checksum, Checksum);
 
 }  // namespace kernels
 
@@ -348,6 +356,27 @@ void clip_factor(const Tensor& factor, const Tensor& found_inf, const Tensor& no
                                           .found_inf = found_inf.data<uint8_t>(),
                                           .norm = norm.data<float>(),
                                           .max_norm = static_cast<float>(max_norm)});
+}
+
+void add_checksums(const Tensor& sums, const Tensor& x, const Tensor& segments) {
+  TESSERA_CHECK_SHAPE(x.num_dims() == 1 && x.is_contiguous(),
+                      "add_checksums: x must be flat and contiguous, got {}", x.shape());
+  TESSERA_CHECK_DTYPE(segments.dtype() == kI64 && sums.dtype() == kI64,
+                      "add_checksums: sums and segments must be i64, got {} and {}", sums.dtype(),
+                      segments.dtype());
+  TESSERA_CHECK_SHAPE(segments.num_dims() == 2 && segments.dim(1) == 3 && segments.is_contiguous(),
+                      "add_checksums: segments must be [num_segments, 3], got {}",
+                      segments.shape());
+  TESSERA_CHECK_SHAPE(sums.numel() == segments.dim(0) && sums.is_contiguous(),
+                      "add_checksums: expected a sum of each of the {} segments, got {}",
+                      segments.dim(0), sums.shape());
+  if (segments.dim(0) == 0) return;
+  kernels::checksum(current_stream(), {.sums = reinterpret_cast<uint64_t*>(sums.data<int64_t>()),
+                                       .x = x.numel() == 0 ? nullptr : x.raw_data(),
+                                       .segments = segments.data<int64_t>(),
+                                       .item_nbytes = static_cast<int64_t>(size_of(x.dtype())),
+                                       .numel = x.numel(),
+                                       .num_segments = segments.dim(0)});
 }
 
 }  // namespace tessera

@@ -89,4 +89,16 @@ void combine_norms(const Tensor& norm, const Tensor& partials, double p);
 void clip_factor(const Tensor& factor, const Tensor& found_inf, const Tensor& norm,
                  double max_norm);
 
+/// sums[s] += sum_i bits(x[i]) w(offset_s + i - begin_s) mod 2^64 over segment s, elements taken as
+/// unsigned integers, w(k) = (k + 1) 0x9e3779b1 mod 2^32 with its lowest bit set. Any one flipped
+/// bit changes the sum. That of a tensor is the sum of those of its parts, whoever has them, if
+/// `offset` says where each begins.
+///   sums      i64 [num_segments] (the bits of unsigned ones)
+///   x         flat, contiguous, any dtype; what lies outside the segments is never read
+///   segments  i64 [num_segments, 3], on the device: begin, end, offset, elements within x
+/// Bits     the same on every device and number of threads
+/// Streams  current stream; never synchronizes; not differentiable
+/// Errors   ShapeError, DtypeError if an argument is not as above
+void add_checksums(const Tensor& sums, const Tensor& x, const Tensor& segments);
+
 }  // namespace tessera

@@ -1,7 +1,9 @@
 #include "kernels/reduce/reduce.h"
 
+#include <cstring>
 #include <limits>
 
+#include "core/runtime/context.h"
 #include "kernels/reduce/kernel.h"
 #include "test/testing.h"
 
@@ -425,4 +427,97 @@ TEST_CASE("reduce: costs", "[reduce]") {
   unsigned char flag[1];
   const kernels::ClipFactor clip{dummy, flag, dummy + 0, 1};
   CHECK(clip.cost().bytes() == 9);
+}
+
+namespace {
+
+/// The definition, from the bytes of a tensor's elements [begin, end).
+template <class T>
+uint64_t reference_checksum(const Tensor& x, int64_t begin, int64_t end, int64_t offset) {
+  uint64_t total = 0;
+  for (int64_t i = begin; i < end; ++i) {
+    T bits = 0;
+    std::memcpy(&bits, static_cast<const char*>(x.raw_data()) + i * int64_t{sizeof(T)}, sizeof(T));
+    const uint32_t weight = (static_cast<uint32_t>(offset + i - begin) + 1) * 0x9e3779b1u | 1u;
+    total += static_cast<uint64_t>(bits) * weight;
+  }
+  return total;
+}
+
+std::vector<uint64_t> checksums(const Tensor& x, const std::vector<int64_t>& segments) {
+  const auto count = static_cast<int64_t>(segments.size() / 3);
+  const Tensor sums = zeros({count}, kI64);
+  add_checksums(sums, x, from_values(std::span<const int64_t>(segments), {count, 3}, kI64));
+  current_stream().synchronize();
+  const auto* data = reinterpret_cast<const uint64_t*>(sums.data<int64_t>());
+  return {data, data + count};
+}
+
+}  // namespace
+
+TEST_CASE("add_checksums: the definition, for every width of elements", "[reduce]") {
+  const std::vector<int64_t> segments = {3, 1000, 0, 1000, 1000, 7, 1024, 100001, 50};
+  for (const DType dtype : {kF32, kBF16, kF16, kF64, kU8, kI32}) {
+    CAPTURE(dtype);
+    const Tensor x =
+        is_floating(dtype) ? randn({100003}, dtype, 3) : randint(0, 200, {100003}, dtype, 3);
+    const auto sums = checksums(x, segments);
+    for (size_t s = 0; s < sums.size(); ++s) {
+      const int64_t begin = segments[3 * s], end = segments[3 * s + 1],
+                    offset = segments[3 * s + 2];
+      CHECK(sums[s] == (size_of(dtype) == 1   ? reference_checksum<uint8_t>(x, begin, end, offset)
+                        : size_of(dtype) == 2 ? reference_checksum<uint16_t>(x, begin, end, offset)
+                        : size_of(dtype) == 4
+                            ? reference_checksum<uint32_t>(x, begin, end, offset)
+                            : reference_checksum<uint64_t>(x, begin, end, offset)));
+    }
+  }
+}
+
+TEST_CASE("add_checksums: every flipped bit is seen, padding is not", "[reduce]") {
+  for (const DType dtype : {kF32, kBF16, kU8, kF64}) {
+    const Tensor x = zeros({301}, dtype);
+    current_stream().synchronize();
+    const uint64_t before = checksums(x, {1, 300, 0})[0];
+    const auto num_bits = static_cast<int>(8 * size_of(dtype));
+    for (const int64_t i : {1, 2, 150, 299}) {
+      for (int b = 0; b < num_bits; ++b) {
+        auto* byte = static_cast<unsigned char*>(x.raw_data()) + i * num_bits / 8 + b / 8;
+        *byte = static_cast<unsigned char>(*byte ^ 1u << b % 8);
+        CHECK(checksums(x, {1, 300, 0})[0] != before);
+        *byte = static_cast<unsigned char>(*byte ^ 1u << b % 8);
+      }
+    }
+    static_cast<unsigned char*>(x.raw_data())[0] = 1;
+    static_cast<unsigned char*>(x.raw_data())[300 * num_bits / 8] = 1;
+    CHECK(checksums(x, {1, 300, 0})[0] == before);
+  }
+}
+
+TEST_CASE("add_checksums: parts add up to the whole, on any number of threads", "[reduce]") {
+  const Tensor x = randn({200000}, kF32, 4);
+  const uint64_t whole = checksums(x, {0, 200000, 0})[0];
+  const auto parts = checksums(x, {0, 77777, 0, 77777, 150000, 77777, 150000, 200000, 150000});
+  CHECK(parts[0] + parts[1] + parts[2] == whole);
+  const auto context = std::make_shared<Context>(ContextOptions{.num_threads = 3});
+  const Context::Scope scope(context);
+  CHECK(checksums(x, {0, 200000, 0})[0] == whole);
+}
+
+TEST_CASE("add_checksums: what does not fit is named", "[reduce]") {
+  const Tensor x = zeros({8}, kF32), sums = zeros({2}, kI64), segments = zeros({2, 3}, kI64);
+  check_error(
+      [&] {
+        add_checksums(sums, zeros({2, 4}, kF32), segments);
+      },
+      {"add_checksums: x must be flat and contiguous, got [2, 4]"});
+  check_error([&] { add_checksums(zeros({2}, kF32), x, segments); },
+              {"add_checksums: sums and segments must be i64, got f32 and i64"});
+  check_error(
+      [&] {
+        add_checksums(sums, x, zeros({2, 2}, kI64));
+      },
+      {"add_checksums: segments must be [num_segments, 3], got [2, 2]"});
+  check_error([&] { add_checksums(zeros({3}, kI64), x, segments); },
+              {"add_checksums: expected a sum of each of the 2 segments, got [3]"});
 }

@@ -277,6 +277,30 @@ TEST_CASE("simt clip_factor: the CPU kernel's bits", "[reduce][simt]") {
   }
 }
 
+TEST_CASE("simt checksum: the CPU kernel's bits, whatever the width", "[reduce][simt]") {
+  const std::vector<int64_t> bounds = {3, 1000, 0, 1000, 1000, 7, 1024, 20001, 50};
+  for (const DType dtype : {kF32, kBF16, kU8, kI64}) {
+    CAPTURE(dtype);
+    const Tensor x =
+        is_floating(dtype) ? randn({20003}, dtype, 3) : randint(0, 200, {20003}, dtype, 3);
+    const auto run = [&](bool on_device) {
+      const DeviceBuffer values(x), segments(from_values(std::span(bounds), {9}, kI64)),
+          sums(from_values({int64_t{1}, int64_t{2}, int64_t{3}}, {3}));
+      const kernels::Checksum args{sums.as<uint64_t>(),
+                                   values.data(),
+                                   segments.as<int64_t>(),
+                                   static_cast<int64_t>(size_of(dtype)),
+                                   20003,
+                                   3};
+      on_device ? kernels::cuda::checksum(nullptr, args) : kernels::cpu::checksum(args);
+      return std::vector<Tensor>{sums.tensor()};
+    };
+    const auto expected = run(false), actual = run_in_all_schedules([&] { return run(true); });
+    CHECK(std::memcmp(actual[0].raw_data(), expected[0].raw_data(), 24) == 0);
+    CHECK(expected[0].data<int64_t>()[1] == 2);  // an empty segment adds nothing
+  }
+}
+
 TEST_CASE("simt reduce: f64 is for the CPU", "[reduce][simt]") {
   kernels::cuda::cumsum(nullptr, {nullptr, nullptr, kF32, kF32, 2, 0, 1});
   CHECK_THAT(error_of([] {
