@@ -1,0 +1,237 @@
+#include "dist/fsdp/state_guard.h"
+
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <map>
+
+#include "core/autograd.h"
+#include "dist/comm/watchdog.h"
+#include "dist/fsdp/schedule.h"
+#include "kernels/reduce/reduce.h"
+
+namespace tessera::dist {
+namespace {
+
+constexpr size_t kMaxNamed = 3;  // tensors of a rank in a message
+
+std::vector<optim::Segment> whole(const std::string& name, int64_t numel) {
+  optim::Segment segment;
+  segment.parameter = name;
+  segment.end = numel;
+  return {segment};
+}
+
+/// "a, b, c and 4 more".
+std::string name_some(const std::vector<std::string>& names) {
+  const size_t shown = std::min(names.size(), kMaxNamed);
+  std::string text =
+      fmt::format("{}", fmt::join(names.begin(), names.begin() + std::ptrdiff_t(shown), ", "));
+  if (names.size() > shown) text += fmt::format(" and {} more", names.size() - shown);
+  return text;
+}
+
+Tensor zero_sums(int64_t count) {
+  return zeros({count}, kI64);
+}
+
+}  // namespace
+
+std::string StateGuard::Item::to_string() const {
+  return unit.empty() ? fmt::format("{} {}", kind, tensor)
+                      : fmt::format("{} of {} (unit {})", kind, tensor, unit);
+}
+
+void StateGuard::Table::add(const Tensor& values, const std::vector<optim::Segment>& segments,
+                            const std::string& unit, const std::string& kind, Unit* gathered) {
+  std::vector<int64_t> bounds;
+  for (const optim::Segment& s : segments) {
+    bounds.insert(bounds.end(), {s.begin, s.end, s.offset});
+    items.push_back({unit, s.parameter, kind});
+  }
+  if (segments.empty()) return;
+  const auto count = static_cast<int64_t>(segments.size());
+  buffers.push_back({values, from_values(std::span<const int64_t>(bounds), {count, 3}, kI64),
+                     gathered, size() - count});
+}
+
+StateGuard::StateGuard(nn::Module& model, Fsdp& fsdp, optim::Optimizer& optimizer, World& world,
+                       const StateGuardOptions& options, const Extras& extras)
+    : fsdp_(fsdp), world_(world), options_(options) {
+  const MemoryScope scope(MemoryClass::kOther);
+  const Lanes& lanes = fsdp.scheduler().lanes();
+  shard_size_ = lanes.shard_size;
+  make_tables(model, optimizer, extras);
+  if (options.replica_every > 0 && world.world_size() > 1) {
+    const bool has_replicas = lanes.replicate_size > 1;
+    num_sums_ = shared_.size() + (has_replicas ? world.control().max(states_.size()) : 0);
+    if (num_sums_ > 0) {
+      comm_ = world.make_comm();
+      all_ = zero_sums(num_sums_ * world.world_size());
+    }
+  }
+  if (options.checks_state) after_ = zero_sums(states_.size());
+}
+
+StateGuard::~StateGuard() {
+  fsdp_.scheduler().lanes().compute.drain();
+}
+
+void StateGuard::make_tables(nn::Module& model, optim::Optimizer& optimizer, const Extras& extras) {
+  const Lanes& lanes = fsdp_.scheduler().lanes();
+  const std::vector<optim::NamedState> states = optimizer.state();
+  size_t shard = 0;
+  for (const auto& unit : fsdp_.scheduler().units()) {
+    const std::string& name = unit->name();
+    for (Group& g : unit->groups()) {
+      const int64_t begin = lanes.shard_rank * g.shard_numel;
+      const std::vector<optim::Segment> own = segments_in(g.layout, begin, begin + g.shard_numel);
+      const bool is_own_master = g.master.is_defined() && g.master.impl() != g.shard.impl();
+      if (is_own_master) states_.add(g.master, own, name, "master");
+      states_.add(g.shard, own, name, is_own_master ? "low-precision copy" : "parameters");
+      if (g.layout.is_trainable) {
+        for (const optim::NamedState& state : states) {
+          if (!state.tensors.empty()) states_.add(state.tensors[shard], own, name, state.name);
+        }
+        ++shard;
+      }
+      if (unit->residence() == Residence::kKeep) {
+        shared_.add(view_of_storage(g.full, 0, {g.layout.numel}, g.layout.dtype),
+                    segments_in(g.layout, 0, g.layout.numel), name, "gathered parameters",
+                    unit.get());
+      }
+    }
+  }
+  const auto add_flat = [this](const std::string& name, const char* kind, const Tensor& values) {
+    if (values.numel() == 0 || !values.is_contiguous()) return;
+    shared_.add(values.detach().view({values.numel()}), whole(name, values.numel()), "", kind);
+  };
+  for (const nn::NamedBuffer& b : model.named_buffers())
+    add_flat(b.name, "buffer", b.buffer->tensor);
+  for (const std::string& name : fsdp_.options().ignored)
+    add_flat(name, "ignored parameter", model.parameter(name).tensor);
+  add_flat("step count", "optimizer's", optimizer.step_count());
+  for (const auto& [name, values] : extras) add_flat(name, "the", values);
+}
+
+void StateGuard::add_sums(const Tensor& sums, const Table& table) {
+  for (const Buffer& b : table.buffers) {
+    if (b.unit != nullptr && !b.unit->is_unsharded()) continue;  // on no rank
+    add_checksums(sums.narrow(0, b.first_sum, b.segments.dim(0)), b.values, b.segments);
+  }
+}
+
+void StateGuard::before_update(int64_t step) {
+  const NoGrad no_grad;
+  const bool compares = comm_ != nullptr && step % options_.replica_every == 0;
+  const bool checks = options_.checks_state && has_after_;
+  if (!compares && !checks) return;
+  Pending pending{step, {}, {}, {}};
+  if (compares) {
+    Tensor mine = all_.narrow(0, world_.rank() * num_sums_, num_sums_);
+    mine.fill_(0);
+    add_sums(mine.narrow(0, 0, shared_.size()), shared_);
+    if (num_sums_ > shared_.size())
+      add_sums(mine.narrow(0, shared_.size(), num_sums_ - shared_.size()), states_);
+    comm_->all_gather(current_stream(), all_.raw_data(), mine.raw_data(), num_sums_, kI64,
+                      {"compare_replicas", "", step});
+    pending.all = HostCopy(all_);
+  }
+  if (checks) {
+    const Tensor before = zero_sums(states_.size());
+    add_sums(before, states_);
+    pending.before = HostCopy(before);
+    pending.after = std::move(after_copy_);
+  }
+  pending_.push_back(std::move(pending));
+}
+
+void StateGuard::after_update() {
+  if (!options_.checks_state) return;
+  const NoGrad no_grad;
+  after_.fill_(0);
+  add_sums(after_, states_);
+  after_copy_ = HostCopy(after_);
+  has_after_ = true;
+}
+
+/// What other ranks than this one hold of `states_` only they can name: `is_any` says that somebody
+/// will.
+std::string StateGuard::find_drift(const Pending& pending, bool* is_any) const {
+  const auto* sums = static_cast<const uint64_t*>(pending.all.data());
+  const int world_size = world_.world_size();
+  const auto sum = [&](int rank, int64_t i) { return sums[rank * num_sums_ + i]; };
+  std::map<std::vector<int>, std::vector<std::string>> drifted;  // names by the ranks that differ
+  bool is_tie = false;
+  const auto compare = [&](int64_t i, int first, int stride, const Table* names, int64_t offset) {
+    std::map<uint64_t, std::vector<int>> ranks;  // by what they hold
+    for (int r = first; r < world_size; r += stride) ranks[sum(r, i)].push_back(r);
+    if (ranks.size() == 1) return;
+    *is_any = true;
+    if (names == nullptr) return;
+    // Most are right; where there are two halves nobody knows, and all are named.
+    const auto most = std::max_element(
+        ranks.begin(), ranks.end(),
+        [](const auto& a, const auto& b) { return a.second.size() < b.second.size(); });
+    const size_t size = most->second.size();
+    const auto num_as_many = std::count_if(ranks.begin(), ranks.end(), [size](const auto& entry) {
+      return entry.second.size() == size;
+    });
+    std::vector<int> odd;
+    for (const auto& [value, who] : ranks) {
+      if (num_as_many > 1 || value != most->first) odd.insert(odd.end(), who.begin(), who.end());
+    }
+    is_tie = is_tie || num_as_many > 1;
+    std::sort(odd.begin(), odd.end());
+    drifted[odd].push_back(names->items[static_cast<size_t>(i - offset)].to_string());
+  };
+  for (int64_t i = 0; i < shared_.size(); ++i) compare(i, 0, 1, &shared_, 0);
+  const int own = world_.rank() % shard_size_;
+  for (int64_t i = shared_.size(); i < num_sums_; ++i) {
+    for (int s = 0; s < shard_size_; ++s) {
+      const bool can_name = s == own && i - shared_.size() < states_.size();
+      compare(i, s, shard_size_, can_name ? &states_ : nullptr, shared_.size());
+    }
+  }
+  if (drifted.empty()) return "";
+  std::vector<std::string> parts;
+  for (const auto& [ranks, names] : drifted)
+    parts.push_back(fmt::format("{}: {}", format_ranks(ranks), name_some(names)));
+  return fmt::format(
+      "step {}: replicas have drifted apart, expected the same bits: {}{}; memory has changed by "
+      "itself, or a rank computes other numbers; guard.replica_every = 0 compares nothing",
+      pending.step, name_some(parts), is_tie ? " (which of them is right cannot be told)" : "");
+}
+
+std::string StateGuard::find_change(const Pending& pending) const {
+  const auto* after = static_cast<const uint64_t*>(pending.after.data());
+  const auto* before = static_cast<const uint64_t*>(pending.before.data());
+  std::vector<std::string> names;
+  for (size_t i = 0; i < states_.items.size(); ++i) {
+    if (after[i] != before[i]) names.push_back(states_.items[i].to_string());
+  }
+  if (names.empty()) return "";
+  return fmt::format(
+      "step {}: rank {}: {} changed since the last update wrote it, expected the same bits: memory "
+      "has changed by itself",
+      pending.step, world_.rank(), name_some(names));
+}
+
+void StateGuard::check(int64_t last_step) {
+  while (!pending_.empty() && pending_.front().step <= last_step) {
+    const Pending pending = std::move(pending_.front());
+    pending_.pop_front();
+    bool is_any = false;  // the same on all ranks
+    std::string what;
+    if (pending.before.is_defined()) what = find_change(pending);
+    if (pending.all.is_defined()) {
+      const std::string drift = find_drift(pending, &is_any);
+      if (what.empty()) what = drift;
+    }
+    if (!is_any && !options_.checks_state) continue;
+    const NumericsError error(what);
+    world_.control().verdict(what.empty() ? nullptr : &error);
+  }
+}
+
+}  // namespace tessera::dist
