@@ -90,6 +90,8 @@ struct CheckpointConfig {
 };
 struct GuardConfig {
   int64_t max_skips = 0, max_spikes = 3, spike_window = 50, snapshot_every = 10;
+  int64_t replica_every = 100;
+  bool state_checksum = false;
   std::string spike = "off";
   double spike_z = 6;
 };
@@ -107,7 +109,7 @@ struct DebugConfig {
   std::string trace;
   int64_t trace_from = 3, trace_steps = 3;
   int64_t exposed_units = 0;
-  int64_t nan_step = 0, nan_rank = 0;
+  int64_t nan_step = 0, nan_rank = 0, flip_step = 0, flip_rank = 0, slow_rank = 0, slow_ms = 0;
 };
 
 struct Config {

@@ -113,6 +113,10 @@ std::string to_json(const StepMetrics& m) {
     object["exposed_units"].push_back(
         {{"unit", u.unit}, {"gather_ms", u.gather_ms}, {"reduce_ms", u.reduce_ms}});
   }
+  if (m.slowest_rank) {
+    object["slowest_rank"] = *m.slowest_rank;
+    object["slowest_behind_ms"] = m.slowest_behind_ms;
+  }
   if (m.val_loss) object["val_loss"] = *m.val_loss;
   return object.dump();
 }
@@ -125,6 +129,10 @@ std::string to_line(const StepMetrics& m, int64_t num_steps) {
       rate_text(m.tokens_per_second), static_cast<double>(m.peak_bytes) / (1 << 30));
   if (m.mfu) line += fmt::format("  mfu {:.1f}%", *m.mfu * 100);
   if (m.exposed) line += fmt::format("  exposed {:.1f}%", *m.exposed * 100);
+  if (m.slowest_rank && m.is_slow && m.step_ms > 0) {
+    line += fmt::format("  slow rank {} (the others wait {:.0f}% of a step for it)",
+                        *m.slowest_rank, std::min(m.slowest_behind_ms / m.step_ms, 1.0) * 100);
+  }
   if (m.loss_scale) line += fmt::format("  loss_scale {:g}", *m.loss_scale);
   if (m.skipped.value_or(0) > 0) line += fmt::format("  skipped {}", *m.skipped);
   if (m.val_loss) line += fmt::format("  val_loss {:.4f}", without_nan_sign(*m.val_loss));

@@ -36,6 +36,11 @@ struct StepMetrics {
     double gather_ms = 0, reduce_ms = 0;
   };
   std::vector<ExposedUnit> exposed_units;  ///< waited for longest, with `debug.exposed_units`
+  /// The rank that the others have waited for most in the last steps, and how much longer than it
+  /// they have waited in a step, milliseconds; `is_slow`: in nearly all of them, and for long.
+  std::optional<int> slowest_rank;
+  double slowest_behind_ms = 0;
+  bool is_slow = false;
   std::optional<double> val_loss;
 };
 

@@ -162,14 +162,15 @@ RunControl::RunControl(const TrainConfig& config, dist::World& world)
       max_seconds_(config.max_minutes * 60) {}
 
 RunControl::Decision RunControl::poll(dist::CheckpointWriter::State writer, bool is_save_due,
-                                      bool has_failed) {
+                                      bool has_failed, double waited_ms) {
   struct News {
     uint8_t is_preempted, is_out_of_time, is_save_due, has_failed;
     dist::CheckpointWriter::State writer;
+    double waited_ms;
   };
   const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start_;
   const bool is_late = max_seconds_ > 0 && elapsed.count() >= max_seconds_;
-  const News mine{is_preemption_requested(), is_late, is_save_due, has_failed, writer};
+  const News mine{is_preemption_requested(), is_late, is_save_due, has_failed, writer, waited_ms};
   std::vector<News> all(static_cast<size_t>(world_.world_size()));
   world_.control().all_gather(all.data(), &mine, sizeof(mine), "end of a step");
   Decision decision;
@@ -178,9 +179,41 @@ RunControl::Decision RunControl::poll(dist::CheckpointWriter::State writer, bool
     decision.is_out_of_time = decision.is_out_of_time || news.is_out_of_time != 0;
     decision.has_failed = decision.has_failed || news.has_failed != 0;
     decision.writers.push_back(news.writer);
+    decision.waited_ms.push_back(news.waited_ms);
   }
   decision.is_save_due = all.front().is_save_due != 0;
   return decision;
+}
+
+void SlowRank::add(const std::vector<double>& waited_ms, double step_ms) {
+  steps_.push_back({waited_ms, step_ms});
+  if (steps_.size() > kWindow) steps_.pop_front();
+}
+
+std::optional<SlowRank::Finding> SlowRank::find() const {
+  if (steps_.empty() || steps_.front().waited_ms.size() < 2) return std::nullopt;
+  const size_t num_ranks = steps_.front().waited_ms.size();
+  const auto num_steps = static_cast<double>(steps_.size());
+  std::vector<double> behind_ms(num_ranks, 0);
+  std::vector<size_t> num_slowest(num_ranks, 0);
+  double step_ms = 0;
+  for (const Step& step : steps_) {
+    double total = 0;
+    for (const double waited : step.waited_ms) total += waited;
+    for (size_t r = 0; r < num_ranks; ++r) {
+      const double of_others = (total - step.waited_ms[r]) / static_cast<double>(num_ranks - 1);
+      behind_ms[r] += (of_others - step.waited_ms[r]) / num_steps;
+    }
+    const auto least = std::min_element(step.waited_ms.begin(), step.waited_ms.end());
+    ++num_slowest[static_cast<size_t>(least - step.waited_ms.begin())];
+    step_ms += step.step_ms / num_steps;
+  }
+  const auto most = std::max_element(behind_ms.begin(), behind_ms.end());
+  const auto rank = static_cast<size_t>(most - behind_ms.begin());
+  constexpr double kMargin = 0.1;
+  const bool is_persistent = steps_.size() == kWindow && 8 * num_slowest[rank] >= 7 * kWindow &&
+                             *most >= kMargin * step_ms;
+  return Finding{static_cast<int>(rank), *most, is_persistent};
 }
 
 std::optional<double> SpikeGuard::score(double loss) const {

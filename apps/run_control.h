@@ -66,14 +66,41 @@ class RunControl {
     bool is_save_due = false;  ///< by the clock of rank 0
     bool has_failed = false;   ///< a rank has an error to tell when the state is saved
     std::vector<dist::CheckpointWriter::State> writers;  ///< by rank
+    std::vector<double> waited_ms;                       ///< by rank
   };
+  /// `waited_ms`: of this rank for others, in the last step that is over.
   Decision poll(dist::CheckpointWriter::State writer, bool is_save_due = false,
-                bool has_failed = false);
+                bool has_failed = false, double waited_ms = 0);
 
  private:
   dist::World& world_;
   std::chrono::steady_clock::time_point start_;
   double max_seconds_;
+};
+
+/// Which rank the others wait for, step after step: all ranks take the same time for a step, and
+/// the slowest is the one that waits least.
+class SlowRank {
+ public:
+  static constexpr size_t kWindow = 16;  ///< steps
+
+  /// Milliseconds that each rank has waited in a step, and what the step took.
+  void add(const std::vector<double>& waited_ms, double step_ms);
+
+  struct Finding {
+    int rank = 0;
+    double behind_ms = 0;        ///< how much longer the others waited in a step, on average
+    bool is_persistent = false;  ///< in 7 of 8 steps of a full window, and for a tenth of a step
+  };
+  /// The rank with the largest `behind_ms` in the window; nothing for one rank or no steps.
+  std::optional<Finding> find() const;
+
+ private:
+  struct Step {
+    std::vector<double> waited_ms;
+    double step_ms;
+  };
+  std::deque<Step> steps_;
 };
 
 /// Whether a loss is far above those before it: more than `spike_z` standard deviations above the

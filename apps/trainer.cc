@@ -31,6 +31,7 @@
 #include "core/runtime/staging.h"
 #include "dist/checkpoint/huggingface.h"
 #include "dist/comm/nccl.h"
+#include "dist/fsdp/state_guard.h"
 #include "nn/generate.h"
 
 namespace tessera::apps {
@@ -114,6 +115,7 @@ class Trainer {
   void count_batches();
   void describe();
   void resume();
+  void inject_faults(int64_t step);
   PendingStep submit_step(int64_t step);
   StepMetrics finish_step(const PendingStep& pending);
   bool accept_step(const PendingStep& pending, const StepMetrics& metrics);
@@ -163,6 +165,11 @@ class Trainer {
   bool is_rewind_due_ = false, is_best_ = false, is_end_saved_ = false;
   double last_lr_ = 0;
   std::optional<double> val_loss_, best_val_loss_;  // of the state now; of all
+  std::unique_ptr<dist::StateGuard> state_guard_;
+  SlowRank slow_rank_;
+  double last_step_ms_ = 0;
+  double waited_ms_ = 0;      // for other ranks, in the last step that is over
+  double collective_ms_ = 0;  // all of it so far
   bool is_tracing_ = false;
   StepRate rate_;  // since the start or the last evaluation
 };
@@ -205,6 +212,11 @@ Trainer::Trainer(const Config& config, dist::World& world, Data data, RunDir& ru
   scaler_.emplace(loss_scale_options(config_.precision));
   if (world_.world_size() > 1) fsdp_->exposed_times();  // cuda measures from the first call on
   resume();
+  state_guard_ = std::make_unique<dist::StateGuard>(
+      *model_, *fsdp_, *optimizer_, world_,
+      dist::StateGuardOptions{.replica_every = config_.guard.replica_every,
+                              .checks_state = config_.guard.state_checksum},
+      dist::StateGuard::Extras{{"loss scale", scaler_->scale()}});
 }
 
 /// Everything is there: what it starts from, and the log from there on.
@@ -310,7 +322,27 @@ void Trainer::describe() {
   }
 }
 
+/// Planted faults of a machine: a bit that flips, a rank that is slow.
+void Trainer::inject_faults(int64_t step) {
+  const DebugConfig& d = config_.debug;
+  if (d.flip_step == step && d.flip_rank == world_.rank()) {
+    const NoGrad no_grad;
+    const Tensor first = fsdp_->shards().at(0).master.narrow(0, 0, 1);
+    Tensor(first).copy_(scale(first, -1.0));  // the sign
+  }
+  if (d.slow_ms == 0 || d.slow_rank != world_.rank()) return;
+  const auto sleep = [ms = d.slow_ms] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(ms));
+  };
+  if (current_stream().device().type == DeviceType::kCpu) {
+    current_stream().submit("debug.slow_ms", sleep);
+  } else {
+    sleep();
+  }
+}
+
 PendingStep Trainer::submit_step(int64_t step) {
+  inject_faults(step + 1);
   PendingStep pending;
   pending.step = step + 1;
   pending.first_sample = next_sample_;
@@ -346,7 +378,9 @@ PendingStep Trainer::submit_step(int64_t step) {
     }
   }
   pending.lr = schedule_->lr(step);
+  state_guard_->before_update(step + 1);
   optimizer_->step(static_cast<float>(pending.lr), clip.factor, skip);
+  state_guard_->after_update();
   fsdp_->end_step();
   if (scaler_->options().scaling != dist::LossScaling::kNone) {
     pending.loss_scale = HostCopy(scaler_->scale());
@@ -361,6 +395,7 @@ PendingStep Trainer::submit_step(int64_t step) {
 
 StepMetrics Trainer::finish_step(const PendingStep& pending) {
   pending.done.synchronize();
+  state_guard_->check(pending.step);
   StepMetrics m;
   m.step = pending.step;
   m.lr = pending.lr;
@@ -379,9 +414,20 @@ StepMetrics Trainer::finish_step(const PendingStep& pending) {
   const bool has_waits = m.exposed_gather_ms.has_value();
   rate_.add(Clock::now(),
             has_waits ? std::optional(*m.exposed_gather_ms + *m.exposed_reduce_ms) : std::nullopt);
-  m.step_ms = rate_.step_ms();
+  m.step_ms = last_step_ms_ = rate_.step_ms();
   m.exposed = rate_.exposed();
   m.tokens_per_second = static_cast<double>(tokens_per_step_) / std::max(m.step_ms * 1e-3, 1e-9);
+  const double collective_ms = world_.collective_ms();
+  waited_ms_ = std::exchange(collective_ms_, collective_ms);
+  waited_ms_ = collective_ms - waited_ms_;
+  // No thread runs the collectives of a device: there it is what compute has stood still for.
+  if (Context::current()->device().type == DeviceType::kCuda)
+    waited_ms_ = m.exposed_gather_ms.value_or(0) + m.exposed_reduce_ms.value_or(0);
+  if (const auto slowest = slow_rank_.find()) {
+    m.slowest_rank = slowest->rank;
+    m.slowest_behind_ms = slowest->behind_ms;
+    m.is_slow = slowest->is_persistent;
+  }
   m.peak_bytes = Context::current()->allocator()->stats().peak_allocated;
   if (config_.output.peak_tflops > 0) {
     m.mfu = m.tokens_per_second * model_->flops_per_token(config_.model.context) /
@@ -478,6 +524,7 @@ void Trainer::rewind() {
   is_rewind_due_ = false;
   snapshot_->restore();
   fsdp_->shards_changed(optimizer_.get());
+  state_guard_->states_changed();
   step_ = snapshot_step_;
   if (log_ != nullptr) {
     log_->print(fmt::format("back to step {}, on with sample {}", step_, next_sample_));
@@ -545,6 +592,7 @@ void Trainer::finish(bool evaluates, bool is_end) {
     // Rates and waits of the next steps are theirs alone.
     if (world_.world_size() > 1) fsdp_->exposed_times();
     rate_.restart(Clock::now());
+    collective_ms_ = world_.collective_ms();
   }
   val_loss_ = m.val_loss;
   is_best_ = val_loss_ && !(best_val_loss_ && *best_val_loss_ <= *val_loss_);
@@ -583,8 +631,9 @@ TrainResult Trainer::run() {
     next_sample_ += samples_per_step_;
     if (pending_) finish(false, false);
     pending_ = std::move(submitted);
-    const RunControl::Decision decision =
-        control.poll(checkpoints_.state(), checkpoints_.is_late(), log_error_.has_value());
+    const RunControl::Decision decision = control.poll(
+        checkpoints_.state(), checkpoints_.is_late(), log_error_.has_value(), waited_ms_);
+    if (last_step_ms_ > 0) slow_rank_.add(decision.waited_ms, last_step_ms_);
     checkpoints_.advance(decision.writers);
     const bool is_cut = decision.is_preempted || decision.has_failed;
     const bool is_end = !is_cut && (step_ == num_steps || decision.is_out_of_time);

@@ -58,7 +58,7 @@ class Lines {
 CommGroup CommGroup::world(int rank, int world_size) {
   auto ranks = std::make_shared<std::vector<int>>();
   for (int r = 0; r < world_size; ++r) ranks->push_back(r);
-  return {1, rank, std::move(ranks)};
+  return {kWorldId, rank, std::move(ranks)};
 }
 
 CommGroup CommGroup::of_its_own(const char* name) const {
@@ -317,6 +317,14 @@ void Watchdog::add_poller(std::weak_ptr<CollectivePoller> poller) {
   std::erase_if(pollers_, [](const auto& weak) { return weak.expired(); });
   pollers_.push_back(std::move(poller));
   if (poll_ticker_ == nullptr) poll_ticker_ = std::make_unique<Ticker>([this] { poll(); });
+}
+
+int64_t Watchdog::finished_ns(int rank) {
+  int64_t total = 0;
+  for (const auto& log : logs()) {
+    if (log->rank() == rank && log->group().id != CommGroup::kWorldId) total += log->finished_ns();
+  }
+  return total;
 }
 
 void Watchdog::set_channel(std::unique_ptr<WatchChannel> channel) {

@@ -37,6 +37,8 @@ struct CommGroup {
   int world_rank = 0;  ///< of the rank that holds this
   std::shared_ptr<const std::vector<int>> world_ranks;  ///< by rank of the communicator
 
+  static constexpr uint64_t kWorldId = 1;
+
   /// All ranks.
   static CommGroup world(int rank, int world_size);
   /// The same ranks under another id, for calls that are counted apart.
@@ -197,6 +199,9 @@ class Watchdog {
   /// Calls `poll` about 20 times a second, on a thread of its own, for as long as the poller is
   /// alive, also after `on_timeout`.
   void add_poller(std::weak_ptr<CollectivePoller> poller);
+  /// Nanoseconds that this rank has spent inside of collectives that are over, on all
+  /// communicators; exchanges between hosts (Control) do not count.
+  int64_t finished_ns(int rank);
   /// To the watchdogs of other processes. Null: none any more; returns when it is out of use.
   void set_channel(std::unique_ptr<WatchChannel> channel);
   void set_timeout(std::chrono::milliseconds timeout);  ///< 0 = never

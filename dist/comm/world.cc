@@ -145,6 +145,10 @@ void World::set_timeout(std::chrono::milliseconds timeout) {
   backend_->watchdog()->set_timeout(timeout);
 }
 
+double World::collective_ms() const {
+  return static_cast<double>(backend_->watchdog()->finished_ns(rank())) * 1e-6;
+}
+
 void World::set_verbose(bool verbose) {
   backend_->watchdog()->set_verbose(verbose);
 }

@@ -55,6 +55,7 @@ class Scheduler {
   const std::vector<std::unique_ptr<Unit>>& units() const { return units_; }
   const FsdpOptions& options() const { return options_; }
   Lanes& lanes() { return lanes_; }
+  Comm& scalar_comm() { return *scalar_comm_; }  ///< of all ranks, on the compute stream
 
  private:
   class Hook;

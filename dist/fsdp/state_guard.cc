@@ -65,10 +65,7 @@ StateGuard::StateGuard(nn::Module& model, Fsdp& fsdp, optim::Optimizer& optimize
   if (options.replica_every > 0 && world.world_size() > 1) {
     const bool has_replicas = lanes.replicate_size > 1;
     num_sums_ = shared_.size() + (has_replicas ? world.control().max(states_.size()) : 0);
-    if (num_sums_ > 0) {
-      comm_ = world.make_comm();
-      all_ = zero_sums(num_sums_ * world.world_size());
-    }
+    if (num_sums_ > 0) all_ = zero_sums(num_sums_ * world.world_size());
   }
   if (options.checks_state) after_ = zero_sums(states_.size());
 }
@@ -123,7 +120,7 @@ void StateGuard::add_sums(const Tensor& sums, const Table& table) {
 
 void StateGuard::before_update(int64_t step) {
   const NoGrad no_grad;
-  const bool compares = comm_ != nullptr && step % options_.replica_every == 0;
+  const bool compares = num_sums_ > 0 && step % options_.replica_every == 0;
   const bool checks = options_.checks_state && has_after_;
   if (!compares && !checks) return;
   Pending pending{step, {}, {}, {}};
@@ -133,8 +130,8 @@ void StateGuard::before_update(int64_t step) {
     add_sums(mine.narrow(0, 0, shared_.size()), shared_);
     if (num_sums_ > shared_.size())
       add_sums(mine.narrow(0, shared_.size(), num_sums_ - shared_.size()), states_);
-    comm_->all_gather(current_stream(), all_.raw_data(), mine.raw_data(), num_sums_, kI64,
-                      {"compare_replicas", "", step});
+    fsdp_.scheduler().scalar_comm().all_gather(current_stream(), all_.raw_data(), mine.raw_data(),
+                                               num_sums_, kI64, {"compare_replicas", "", step});
     pending.all = HostCopy(all_);
   }
   if (checks) {

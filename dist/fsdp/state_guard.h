@@ -100,10 +100,10 @@ class StateGuard {
   Fsdp& fsdp_;
   World& world_;
   const StateGuardOptions options_;
-  std::unique_ptr<Comm> comm_;  // of all ranks, on the compute stream; null: nothing to compare
-  Table shared_;                // the same on all ranks
-  Table states_;                // the same on ranks with the same shard
-  int64_t num_sums_ = 0;        // a rank sends: of shared_, and the most of states_
+  Table shared_;  // the same on all ranks
+  Table states_;  // the same on ranks with the same shard
+  int64_t num_sums_ =
+      0;  // a rank sends: of shared_, and the most of states_; 0: nothing to compare
   int shard_size_ = 1;
   Tensor all_, after_;  // sums of all ranks; of states_ after the last update
   bool has_after_ = false;

@@ -125,6 +125,20 @@ TEST_CASE("metrics: rate and exposed time average over the same steps", "[metric
   CHECK_FALSE(alone.exposed().has_value());
 }
 
+TEST_CASE("metrics: the slowest rank is told, and printed when it stays it", "[metrics]") {
+  StepMetrics m = example();
+  m.step_ms = 80;
+  CHECK_FALSE(nlohmann::json::parse(to_json(m)).contains("slowest_rank"));
+  m.slowest_rank = 2;
+  m.slowest_behind_ms = 20;
+  const auto object = nlohmann::json::parse(to_json(m));
+  CHECK(object["slowest_rank"] == 2);
+  CHECK(object["slowest_behind_ms"] == 20);
+  CHECK(to_line(m, 200).find("slow rank") == std::string::npos);
+  m.is_slow = true;
+  CHECK(to_line(m, 200).ends_with("  slow rank 2 (the others wait 25% of a step for it)"));
+}
+
 TEST_CASE("metrics: the progress bar keeps its width", "[metrics]") {
   StepMetrics m = example();
   CHECK(progress_bar(m, 200, 42, 70) ==

@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 #include <sstream>
 
+#include "apps/run_control.h"
 #include "core/autograd.h"
 #include "dist/comm/local.h"
 #include "kernels/attention/attention.h"
@@ -477,4 +478,84 @@ TEST_CASE("trainer: a saved model that does not fit is named", "[trainer]") {
         dir /
             "out/tokenizer.json: No such file or directory, expected the tokenizer that gives "
             "model.vocab = 0 its meaning");
+}
+
+TEST_CASE("trainer: a bit that flips in one replica ends the run with its name", "[trainer]") {
+  const auto error_with = [](int world_size, const std::vector<std::string>& extra) {
+    const TempDir dir;
+    std::string message;
+    try {
+      const Config config = small_config(dir, extra);
+      dist::run_ranks(world_size, [&](dist::World& world) { train(config, world); });
+    } catch (const NumericsError& error) {
+      message = error.what();
+      CHECK(error.exit_status() == 5);
+    }
+    if (!message.empty()) {
+      const auto status = nlohmann::json::parse(read_file(dir / "out/status.json"));
+      CHECK(status["state"] == "failed");
+      CHECK(status["why"] == message);
+    }
+    return message;
+  };
+  const std::vector<std::string> flip = {"--debug.flip_step=3", "--debug.flip_rank=1",
+                                         "--fsdp.strategy=no_shard"};
+  const auto with = [&](std::vector<std::string> extra) {
+    extra.insert(extra.end(), flip.begin(), flip.end());
+    return extra;
+  };
+  const std::string drift = error_with(3, with({"--guard.replica_every=2"}));
+  INFO(drift);
+  CHECK(
+      drift.starts_with("step 4: replicas have drifted apart, expected the same bits: rank 1: "
+                        "parameters of "));
+  CHECK(drift.find(" more") == std::string::npos);  // one tensor
+  // Nobody compares: the default is every 100 steps.
+  CHECK(error_with(3, with({})).empty());
+  CHECK(error_with(3, with({"--guard.replica_every=0"})).empty());
+  for (const char* strategy : {"full_shard", "shard_optim", "no_shard"}) {
+    const std::string change =
+        error_with(2, {"--debug.flip_step=3", "--debug.flip_rank=1", "--guard.state_checksum=true",
+                       std::string("--fsdp.strategy=") + strategy});
+    INFO(change);
+    CHECK(change.starts_with("step 3: rank 1: parameters of "));
+    CHECK(change.find(" changed since the last update wrote it") != std::string::npos);
+  }
+}
+
+TEST_CASE("trainer: the rank that the others wait for is in the metrics", "[trainer]") {
+  for (const char* strategy : {"full_shard", "no_shard"}) {
+    CAPTURE(strategy);
+    const auto steps = run(3, {std::string("--fsdp.strategy=") + strategy, "--train.steps=20",
+                               "--debug.slow_rank=1", "--debug.slow_ms=60"});
+    REQUIRE(steps.size() == 20);
+    CHECK(steps.back()["slowest_rank"] == 1);
+    CHECK(steps.back()["slowest_behind_ms"].get<double>() > 0);
+  }
+  CHECK_FALSE(run(1, {}).back().contains("slowest_rank"));  // nobody waits
+}
+
+TEST_CASE("trainer: a slow rank is one that others wait for in nearly all steps", "[trainer]") {
+  SlowRank slow;
+  CHECK_FALSE(slow.find().has_value());
+  slow.add({5}, 10);
+  CHECK_FALSE(slow.find().has_value());  // one rank
+  slow = {};
+  slow.add({30, 10, 50}, 100);
+  CHECK(slow.find()->rank == 1);
+  CHECK(slow.find()->behind_ms == 30);
+  CHECK_FALSE(slow.find()->is_persistent);  // the window is not full
+  for (int i = 0; i < 15; ++i) slow.add({30, 10, 50}, 100);
+  CHECK(slow.find()->is_persistent);
+  for (int i = 0; i < 2; ++i) slow.add({0, 10, 50}, 100);
+  CHECK(slow.find()->rank == 1);
+  CHECK(slow.find()->is_persistent);  // 14 of 16
+  slow.add({0, 10, 50}, 100);
+  CHECK_FALSE(slow.find()->is_persistent);  // 13 of 16
+  for (int i = 0; i < 16; ++i) slow.add({30, 21, 30}, 100);
+  CHECK(slow.find()->rank == 1);
+  CHECK_FALSE(slow.find()->is_persistent);  // always, but by less than a tenth of a step
+  for (int i = 0; i < 8; ++i) slow.add({0, 100, 100}, 100);
+  for (int i = 0; i < 8; ++i) slow.add({100, 0, 100}, 100);
+  CHECK_FALSE(slow.find()->is_persistent);  // by turns
 }
