@@ -486,6 +486,11 @@ class Bench {
     time("partial_norm", shape, k::partial_norm,
          {partial.data<double>(), flags.data<uint8_t>(), scratch.data<double>(), data(x),
           bounds.data<int64_t>(), dtype_, numel, 1, 2.0});
+    const Tensor checked = from_values({int64_t{0}, numel, int64_t{0}}, {1, 3});
+    const Tensor checksum = zeros({1}, kI64);
+    time("checksum", shape, k::checksum,
+         {reinterpret_cast<uint64_t*>(checksum.data<int64_t>()), data(x), checked.data<int64_t>(),
+          static_cast<int64_t>(size_of(dtype_)), numel, 1});
   }
 
   void optimizers() {

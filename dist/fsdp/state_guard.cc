@@ -70,10 +70,6 @@ StateGuard::StateGuard(nn::Module& model, Fsdp& fsdp, optim::Optimizer& optimize
   if (options.checks_state) after_ = zero_sums(states_.size());
 }
 
-StateGuard::~StateGuard() {
-  fsdp_.scheduler().lanes().compute.drain();
-}
-
 void StateGuard::make_tables(nn::Module& model, optim::Optimizer& optimizer, const Extras& extras) {
   const Lanes& lanes = fsdp_.scheduler().lanes();
   const std::vector<optim::NamedState> states = optimizer.state();

@@ -54,7 +54,6 @@ class StateGuard {
   /// Collective. `model` is the one that `fsdp` shards; all live as long as this.
   StateGuard(nn::Module& model, Fsdp& fsdp, optim::Optimizer& optimizer, World& world,
              const StateGuardOptions& options, const Extras& extras = {});
-  ~StateGuard();
   StateGuard(const StateGuard&) = delete;
   StateGuard& operator=(const StateGuard&) = delete;
 
