@@ -534,6 +534,7 @@ bool Watchdog::check_late(int64_t now_ns) {
     std::sort(records.begin(), records.end(),
               [](const auto& a, const auto& b) { return a.begin_ns < b.begin_ns; });
     const size_t first = records.size() - std::min(records.size(), CollectiveLog::kNumKept);
+    if (records.empty()) continue;
     std::string text = fmt::format("rank {}: the last collectives:", rank);
     for (size_t i = first; i < records.size(); ++i) {
       text += fmt::format(
