@@ -174,6 +174,7 @@ class NcclState final : public CollectivePoller, public std::enable_shared_from_
     }
     const ncclComm_t last = comm.exchange(nullptr);
     if (last == nullptr) return;
+    ensure_cuda_device(device_);
     const HostCallScope scope(*log, "ncclCommDestroy", {}, 0);
     if (const ncclResult_t result = nccl().ncclCommDestroy(last); result != ncclSuccess)
       log_error("ncclCommDestroy: {}", nccl().ncclGetErrorString(result));
@@ -352,6 +353,7 @@ class NcclBackend final : public MemoryBackend {
   }
 
   void free(void* data, size_t) noexcept override {
+    ensure_cuda_device(device_);
     if (const auto it = handles_.find(data); it != handles_.end()) {
       for (const auto& [state, handle] : it->second) state->deregister(handle);
       handles_.erase(it);
@@ -361,6 +363,7 @@ class NcclBackend final : public MemoryBackend {
   }
 
  private:
+  const Device device_ = Context::current()->device();
   const std::vector<std::shared_ptr<NcclState>> states_;
   std::map<void*, std::vector<std::pair<NcclState*, void*>>> handles_;
 };
