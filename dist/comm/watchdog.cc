@@ -8,6 +8,7 @@
 #include "core/log.h"
 #include "core/profiler.h"
 #include "core/random.h"
+#include "core/text.h"
 
 namespace tessera::dist {
 
@@ -24,11 +25,6 @@ static_assert(std::atomic<bool>::is_always_lock_free);
 
 double seconds(int64_t nanoseconds) {
   return static_cast<double>(nanoseconds) * 1e-9;
-}
-
-std::string cut(std::string text) {
-  if (text.size() > kMaxName) text = text.substr(0, kMaxName) + "...";
-  return text;
 }
 
 std::string one_line(std::string text) {
@@ -86,10 +82,10 @@ std::string format_ranks(std::vector<int> ranks) {
 }
 
 std::string CollectiveRecord::to_string() const {
-  std::string text = cut(op);
-  if (!unit.empty()) text += " of " + cut(unit);
+  std::string text = shorten(op, kMaxName);
+  if (!unit.empty()) text += " of " + shorten(unit, kMaxName);
   text += " (";
-  if (!phase.empty()) text += cut(phase) + ", ";
+  if (!phase.empty()) text += shorten(phase, kMaxName) + ", ";
   if (step >= 0) text += fmt::format("step {}, ", step);
   return text + fmt::format("{} bytes, sequence {})", nbytes, sequence);
 }

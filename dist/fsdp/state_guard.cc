@@ -1,11 +1,10 @@
 #include "dist/fsdp/state_guard.h"
 
-#include <fmt/ranges.h>
-
 #include <algorithm>
 #include <map>
 
 #include "core/autograd.h"
+#include "core/text.h"
 #include "dist/comm/watchdog.h"
 #include "dist/fsdp/schedule.h"
 #include "kernels/reduce/reduce.h"
@@ -20,15 +19,6 @@ std::vector<optim::Segment> whole(const std::string& name, int64_t numel) {
   segment.parameter = name;
   segment.end = numel;
   return {segment};
-}
-
-/// "a, b, c and 4 more".
-std::string name_some(const std::vector<std::string>& names) {
-  const size_t shown = std::min(names.size(), kMaxNamed);
-  std::string text =
-      fmt::format("{}", fmt::join(names.begin(), names.begin() + std::ptrdiff_t(shown), ", "));
-  if (names.size() > shown) text += fmt::format(" and {} more", names.size() - shown);
-  return text;
 }
 
 Tensor zero_sums(int64_t count) {
@@ -187,13 +177,18 @@ std::string StateGuard::find_drift(const Pending& pending, bool* is_any) const {
     }
   }
   if (drifted.empty()) return "";
-  std::vector<std::string> parts;
-  for (const auto& [ranks, names] : drifted)
-    parts.push_back(fmt::format("{}: {}", format_ranks(ranks), name_some(names)));
+  std::string text;
+  size_t count = 0;
+  for (const auto& [ranks, names] : drifted) {
+    if (++count > kMaxNamed) continue;
+    text += fmt::format("{}{}: {}", count > 1 ? ", " : "", format_ranks(ranks),
+                        join_few(names, ", ", kMaxNamed));
+  }
+  if (count > kMaxNamed) text += fmt::format(" and {} more", count - kMaxNamed);
   return fmt::format(
       "step {}: replicas have drifted apart, expected the same bits: {}{}; memory has changed by "
       "itself, or a rank computes other numbers; guard.replica_every = 0 compares nothing",
-      pending.step, name_some(parts), is_tie ? " (which of them is right cannot be told)" : "");
+      pending.step, text, is_tie ? " (which of them is right cannot be told)" : "");
 }
 
 std::string StateGuard::find_change(const Pending& pending) const {
@@ -207,7 +202,7 @@ std::string StateGuard::find_change(const Pending& pending) const {
   return fmt::format(
       "step {}: rank {}: {} changed since the last update wrote it, expected the same bits: memory "
       "has changed by itself",
-      pending.step, world_.rank(), name_some(names));
+      pending.step, world_.rank(), join_few(names, ", ", kMaxNamed));
 }
 
 void StateGuard::check(int64_t last_step) {

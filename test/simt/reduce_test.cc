@@ -282,7 +282,7 @@ TEST_CASE("simt checksum: the CPU kernel's bits, whatever the width", "[reduce][
   for (const DType dtype : {kF32, kBF16, kU8, kI64}) {
     CAPTURE(dtype);
     const Tensor x =
-        is_floating(dtype) ? randn({20003}, dtype, 3) : randint(0, 200, {20003}, dtype, 3);
+        is_floating(dtype) ? randn({20003}, dtype, 3) : testing::randint(0, 200, {20003}, dtype, 3);
     const auto run = [&](bool on_device) {
       const DeviceBuffer values(x), segments(from_values(std::span(bounds), {9}, kI64)),
           sums(from_values({int64_t{1}, int64_t{2}, int64_t{3}}, {3}));
