@@ -15,6 +15,7 @@ namespace tessera::dist {
 namespace {
 
 constexpr std::chrono::milliseconds kPeriod{50};
+constexpr std::chrono::milliseconds kChannelPeriod{20};
 constexpr std::chrono::milliseconds kAnswerTime{600};  // of other processes
 constexpr std::chrono::milliseconds kActionTime{2000};
 constexpr size_t kMaxLines = 8;   // of one kind in a report
@@ -220,7 +221,7 @@ std::map<int, RankView> Watchdog::views_of_all() {
   std::unique_lock lock(views_mutex_);
   if (num_processes_ == 1) return all;
   const int rank = all.empty() ? 0 : all.begin()->first;
-  const auto turn = std::chrono::milliseconds(std::min(20 * rank, 200));
+  const auto turn = 3 * kChannelPeriod * std::min(rank, 4);  // time to be asked by a lower one
   if (views_changed_.wait_for(lock, turn, [this] { return was_asked_; })) return {};
   wants_views_ = true;
   views_changed_.wait_for(lock, kAnswerTime,
@@ -257,12 +258,12 @@ void Watchdog::use_channel() {
 
 // ---- threads
 
-Ticker::Ticker(std::function<void()> tick)
-    : thread_([this, tick = std::move(tick)] {
+Ticker::Ticker(std::chrono::milliseconds period, std::function<void()> tick)
+    : thread_([this, period, tick = std::move(tick)] {
         for (;;) {
           {
             std::unique_lock lock(mutex_);
-            if (stop_changed_.wait_for(lock, kPeriod, [this] { return stop_; })) return;
+            if (stop_changed_.wait_for(lock, period, [this] { return stop_; })) return;
           }
           try {
             tick();
@@ -312,7 +313,7 @@ void Watchdog::add_poller(std::weak_ptr<CollectivePoller> poller) {
   const std::lock_guard lock(mutex_);
   std::erase_if(pollers_, [](const auto& weak) { return weak.expired(); });
   pollers_.push_back(std::move(poller));
-  if (poll_ticker_ == nullptr) poll_ticker_ = std::make_unique<Ticker>([this] { poll(); });
+  if (poll_ticker_ == nullptr) poll_ticker_ = std::make_unique<Ticker>(kPeriod, [this] { poll(); });
 }
 
 int64_t Watchdog::finished_ns(int rank) {
@@ -331,7 +332,8 @@ void Watchdog::set_channel(std::unique_ptr<WatchChannel> channel) {
   }
   const std::lock_guard lock(channel_mutex_);
   channel_ = std::move(channel);
-  if (channel_ != nullptr) channel_ticker_ = std::make_unique<Ticker>([this] { use_channel(); });
+  if (channel_ != nullptr)
+    channel_ticker_ = std::make_unique<Ticker>(kChannelPeriod, [this] { use_channel(); });
 }
 
 void Watchdog::poll() {

@@ -167,10 +167,10 @@ struct RankView {
   static RankView from_text(const std::string& text);
 };
 
-/// Calls a function every 50 ms on a thread of its own.
+/// Calls a function once a period on a thread of its own.
 class Ticker {
  public:
-  explicit Ticker(std::function<void()> tick);
+  Ticker(std::chrono::milliseconds period, std::function<void()> tick);
   ~Ticker();
   Ticker(const Ticker&) = delete;
   Ticker& operator=(const Ticker&) = delete;
