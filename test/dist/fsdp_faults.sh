@@ -130,4 +130,19 @@ trainer "kill -9 to rank 1 of 2" 2 1 KILL any SIGTERM 5000
 trainer "kill -9 to rank 0 of 3" 3 0 KILL any SIGTERM 5000
 trainer "SIGSTOP to one rank, dist.timeout 2 s" 2 1 STOP 6 "rank 0: .* has not finished in 2 s" \
   12000
+
+# slow_rank: the rank that the others wait for is in the metrics.
+slow_rank() {
+  local dir problem="" begin=$SECONDS
+  dir=$(mktemp -d)
+  seq 2000 >"$dir/text"
+  timeout 120 bash "$mpirun" 3 "$train" --output.dir="$dir/out" --data.text="$dir/text" \
+    --train.steps=20 --model.width=32 --model.layers=2 --model.heads=2 --model.context=32 \
+    --train.threads=1 --debug.slow_rank=1 --debug.slow_ms=100 >"$dir/log" 2>&1 ||
+    problem="status $?"
+  tail -1 "$dir/out/metrics.jsonl" | grep -q '"slowest_rank":1,' || problem="$problem, not named"
+  report "trainer, a rank that is slow" "$problem" "$((SECONDS - begin))" "$(cat "$dir/log")"
+  rm -rf "$dir"
+}
+slow_rank
 exit "$((failures > 0))"
