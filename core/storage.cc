@@ -44,9 +44,10 @@ void Storage::release() {
 }
 
 void Storage::fail_released() const {
-  throw InternalError(fmt::format(
-      "Storage: its {} bytes are released (a sharded parameter used outside of its unit?)",
-      nbytes_));
+  if (!owner_text_.empty()) {
+    throw Error(fmt::format("Storage: its {} bytes are not there: {}", nbytes_, owner_text_));
+  }
+  throw InternalError(fmt::format("Storage: its {} bytes are released", nbytes_));
 }
 
 }  // namespace tessera

@@ -2,6 +2,8 @@
 
 #include <cstddef>
 #include <memory>
+#include <string>
+#include <utility>
 
 #include "core/runtime/allocator.h"
 #include "core/runtime/context.h"
@@ -22,7 +24,8 @@ class Storage {
   size_t nbytes() const { return nbytes_; }
   Device device() const { return device_; }
   bool is_materialized() const { return data_ != nullptr || nbytes_ == 0; }
-  /// InternalError if the bytes are released.
+  /// Error if the bytes are released, with what `set_owner` said of them (InternalError if
+  /// nothing).
   void* data() const {
     if (data_ == nullptr && nbytes_ != 0) [[unlikely]]
       fail_released();
@@ -38,6 +41,8 @@ class Storage {
   /// Uses memory of `owner`, which is kept alive until release.
   void attach(void* data, std::shared_ptr<void> owner = nullptr);
   void release();
+  /// What the bytes are and when they are there, for the error of who reads them at another time.
+  void set_owner(std::string description) { owner_text_ = std::move(description); }
 
  private:
   [[noreturn]] void fail_released() const;
@@ -48,6 +53,7 @@ class Storage {
   Allocator::Block* block_ = nullptr;
   std::shared_ptr<Allocator> allocator_;
   std::shared_ptr<void> owner_;
+  std::string owner_text_;
 };
 
 }  // namespace tessera

@@ -39,7 +39,7 @@ class Tensor {
   /// Elements between consecutive rows of the last dimension; ShapeError unless row-strided.
   int64_t row_stride() const;
 
-  /// First element. InternalError if the storage is released.
+  /// First element. Error if the storage is released, see `Storage::data`.
   void* raw_data() const;
   template <class T>
   T* data() const {

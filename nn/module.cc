@@ -117,6 +117,7 @@ Tensor& Module::register_parameter(std::string name, const Shape& shape, const I
   parameter->decay = options.decay.value_or(shape.num_dims() >= 2 && !options.is_norm);
   parameter->tensor = new_tensor(shape, options.dtype.value_or(ParameterDtype::current()));
   parameter->tensor.set_requires_grad(true);
+  parameter->registered = parameter->tensor.impl();
   parameters_.push_back({std::move(name), std::move(parameter)});
   return parameters_.back().parameter->tensor;
 }
@@ -200,8 +201,16 @@ void Module::train(bool training) {
   for (const auto& child : children_) child.second->train(training);
 }
 
+bool Parameter::has_values() const {
+  if (!tensor.storage()->is_materialized()) return false;
+  return tensor.impl() != registered || *tensor.impl()->version > 0 || tensor.numel() == 0;
+}
+
 void Module::materialize() {
   for (const NamedParameter& entry : named_parameters()) {
+    TESSERA_CHECK(!entry.parameter->is_sharded,
+                  "Module::materialize: parameter '{}' is sharded, expected none that is",
+                  entry.name);
     Storage& storage = *entry.parameter->tensor.storage();
     if (!storage.is_materialized()) storage.materialize(MemoryClass::kParameters);
   }
@@ -215,6 +224,9 @@ void Module::materialize() {
 void Module::initialize(uint64_t seed) {
   for (const NamedParameter& entry : named_parameters()) {
     const Parameter& parameter = *entry.parameter;
+    TESSERA_CHECK(!parameter.is_sharded,
+                  "Module::initialize: parameter '{}' is sharded, expected Fsdp::initialize",
+                  entry.name);
     if (!parameter.tensor.storage()->is_materialized()) continue;
     fill_init(parameter.tensor.detach(), parameter.init, seed, entry.name);
   }

@@ -61,8 +61,14 @@ struct Parameter {
   std::string name;  ///< within its module
   Tensor tensor;
   Init init;
-  bool decay = true;     ///< weight decay applies; by default to matrices only
-  bool is_norm = false;  ///< belongs to a norm: may be kept in f32 beside bf16 activations
+  bool decay = true;        ///< weight decay applies; by default to matrices only
+  bool is_norm = false;     ///< belongs to a norm: may be kept in f32 beside bf16 activations
+  bool is_sharded = false;  ///< `fully_shard` gives `tensor` its bytes
+  const TensorImpl* registered = nullptr;  ///< `tensor` as it was made
+
+  /// Somebody has given it bytes and written them: by `initialize`, in place, or with a tensor of
+  /// their own (not seen: writing through a raw pointer).
+  bool has_values() const;
 };
 
 struct NamedParameter {
@@ -159,9 +165,11 @@ class Module {
   void train(bool training = true);
   bool is_training() const { return training_; }
 
-  /// Gives bytes to every parameter and buffer that has none, and resets the buffers.
+  /// Gives bytes to every parameter and buffer that has none, and resets the buffers. Error if a
+  /// parameter is sharded.
   void materialize();
-  /// Fills every parameter that has bytes by (seed, full name, element).
+  /// Fills every parameter that has bytes by (seed, full name, element). Error if one is sharded:
+  /// then `Fsdp::initialize` does it.
   void initialize(uint64_t seed);
 
   void set_hook(std::shared_ptr<ModuleHook> hook) { hook_ = std::move(hook); }

@@ -9,6 +9,7 @@
 
 namespace tessera::optim {
 
+class ShardOwner;
 class ShardStore;
 
 /// A part of one parameter inside a flat shard: elements [begin, end) of the shard.
@@ -29,6 +30,7 @@ struct FlatShard {
   Tensor low;     ///< undefined, or [numel] in param_dtype: the rounded copy that is gathered
   std::vector<Segment> segments;
   std::shared_ptr<ShardStore> store = nullptr;  ///< null: device memory, states too
+  std::shared_ptr<ShardOwner> owner = nullptr;  ///< asked before each update; null: nobody
 };
 
 }  // namespace tessera::optim

@@ -1,5 +1,7 @@
 #include "optim/optimizer.h"
 
+#include "optim/shard_owner.h"
+
 namespace tessera::optim {
 
 Optimizer::Optimizer(std::vector<FlatShard> shards, float lr, std::optional<uint64_t> rounding_seed)
@@ -30,6 +32,9 @@ Optimizer::Optimizer(std::vector<FlatShard> shards, float lr, std::optional<uint
 }
 
 void Optimizer::step(float lr, const Tensor& grad_scale, const Tensor& skip) {
+  for (const FlatShard& shard : shards_) {
+    if (shard.owner != nullptr) shard.owner->begin_update(shard, grad_scale.is_defined());
+  }
   advance_step(step_count_, skip);
   for_each_part([&](const FlatUpdate& part, std::span<const Tensor> states) {
     FlatUpdate flat = part;

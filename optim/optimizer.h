@@ -40,6 +40,7 @@ class Optimizer {
   /// One step on all shards. `grad_scale` (f32 [], may be undefined) multiplies the gradients: the
   /// clip factor times one over the loss scale. If `skip` (u8 [], may be undefined) is not 0 on the
   /// device, then nothing changes, neither parameters nor states nor the step count.
+  /// Errors   Error of the shards' owner (Fsdp): a call before it is missing, or it has ended
   void step(float lr, const Tensor& grad_scale = {}, const Tensor& skip = {});
   /// With the learning rate of the options.
   void step() { step(lr_); }

@@ -13,6 +13,7 @@
 #include <mutex>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/log.h"
@@ -162,12 +163,12 @@ struct Allocator::State {
   mutable std::mutex mutex;
   std::map<PoolKey, Pool> free_blocks;
   AllocatorStats stats;
-  std::function<std::string()> advice;
+  Advice advice;
 
   Pool& pool_of(const Block& b) { return free_blocks[{b.stream.id(), b.is_small}]; }
   Block* take_cached(size_t nbytes, PoolKey pool_key);
   Block* new_segment(size_t nbytes, const Stream& stream, const Options& options);
-  void split(Block* block, size_t nbytes);
+  void split(Block* block, size_t nbytes, const Options& options);
   void count(const Block& block, int64_t sign);
   std::vector<Block*> cached_segments() const;
 };
@@ -216,9 +217,10 @@ Allocator::Block* Allocator::State::new_segment(size_t nbytes, const Stream& str
   return new Block{static_cast<char*>(data), segment_nbytes, is_small, stream};
 }
 
-void Allocator::State::split(Block* block, size_t nbytes) {
+void Allocator::State::split(Block* block, size_t nbytes, const Options& options) {
   const size_t rest = block->nbytes - nbytes;
-  if (rest < (block->is_small ? kGranule : kSmallNbytes)) return;
+  const size_t least = std::max(static_cast<size_t>(options.split_nbytes), kGranule);
+  if (rest < (block->is_small ? kGranule : least)) return;
   auto* tail = new Block(*block);
   tail->data += nbytes;
   tail->nbytes = rest;
@@ -260,7 +262,7 @@ Allocator::Block* Allocator::allocate(size_t nbytes, const Stream& stream,
       if (block == nullptr) block = state_->new_segment(rounded, stream, options_);
       if (block != nullptr) {
         block->is_free = false;
-        state_->split(block, rounded);
+        state_->split(block, rounded, options_);
         block->memory_class = memory_class;
         state_->count(*block, 1);
         ++state_->stats.num_allocations;
@@ -269,7 +271,7 @@ Allocator::Block* Allocator::allocate(size_t nbytes, const Stream& stream,
     }
     if (attempt == 0) empty_cache();  // fragments may be in the way
   }
-  throw_out_of_memory(nbytes);
+  throw_out_of_memory(nbytes, memory_class);
 }
 
 Allocator::Block* Allocator::allocate_segment(std::shared_ptr<MemoryBackend> backend, size_t nbytes,
@@ -295,20 +297,41 @@ Allocator::Block* Allocator::allocate_segment(std::shared_ptr<MemoryBackend> bac
     }
     if (attempt == 0) empty_cache();
   }
-  throw_out_of_memory(nbytes);
+  throw_out_of_memory(nbytes, memory_class);
 }
 
-void Allocator::throw_out_of_memory(size_t nbytes) const {
+void Allocator::throw_out_of_memory(size_t nbytes, MemoryClass memory_class) const {
   const AllocatorStats now = stats();
   const bool is_host = dynamic_cast<const CpuBackend*>(state_->backend.get()) != nullptr;
   const int64_t available = options_.limit > 0 ? options_.limit - now.reserved
                             : is_host          ? free_host_nbytes()
                                                : -1;
-  throw OutOfMemoryError(fmt::format(
-      "out of memory on {}: requested {}, allocated {}, limit {}{}\n{}", options_.name,
-      format_nbytes(static_cast<int64_t>(nbytes)), format_nbytes(now.allocated),
-      options_.limit > 0 ? format_nbytes(options_.limit) : "none",
-      available >= 0 ? fmt::format(", free {}", format_nbytes(available)) : "", report()));
+  std::string text =
+      fmt::format("out of memory on {}: requested {}, allocated {}, limit {}", options_.name,
+                  format_nbytes(static_cast<int64_t>(nbytes)), format_nbytes(now.allocated),
+                  options_.limit > 0 ? format_nbytes(options_.limit) : "none");
+  if (available >= 0) text += fmt::format(", free {}", format_nbytes(available));
+  if (nbytes <= kSmallNbytes) {
+    text += fmt::format(
+        "; blocks of up to {} are cut from segments of {}: none has room, and another does not fit",
+        format_nbytes(kSmallNbytes), format_nbytes(kSegmentNbytes));
+  }
+  text += "\n" + report();
+  Advice advice;
+  {
+    std::lock_guard lock(state_->mutex);
+    advice = state_->advice;
+  }
+  const auto largest =
+      std::max_element(now.allocated_by_class.begin(), now.allocated_by_class.end());
+  if (advice) {
+    text += advice({static_cast<int64_t>(nbytes), memory_class, now});
+  } else if (now.allocated > 0) {
+    text += fmt::format(
+        "  most is in {}\n",
+        tessera::name_of(static_cast<MemoryClass>(largest - now.allocated_by_class.begin())));
+  }
+  throw OutOfMemoryError(text);
 }
 
 void Allocator::free(Block* block) noexcept {
@@ -402,19 +425,12 @@ std::string Allocator::report() const {
         fmt::format("  {:<16} {:>12}, the largest block {}\n", "cached",
                     format_nbytes(now.reserved - now.allocated), format_nbytes(now.largest_free));
   }
-  std::function<std::string()> advice;
-  {
-    std::lock_guard lock(state_->mutex);
-    advice = state_->advice;
-  }
-  text += advice ? advice()
-                 : "  smaller: train.micro_batch (activations), model.context (activations)\n";
   return text;
 }
 
-void Allocator::set_advice(std::function<std::string()> advice) {
+Allocator::Advice Allocator::set_advice(Advice advice) {
   std::lock_guard lock(state_->mutex);
-  state_->advice = std::move(advice);
+  return std::exchange(state_->advice, std::move(advice));
 }
 
 }  // namespace tessera

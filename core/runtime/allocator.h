@@ -62,6 +62,13 @@ struct AllocatorStats {
   int64_t num_backend_allocations = 0;  ///< calls of the backend since the start
 };
 
+/// What an allocator could not give, for who advises on it.
+struct OutOfMemory {
+  int64_t nbytes;  ///< asked for
+  MemoryClass memory_class;
+  AllocatorStats stats;
+};
+
 /// Caching allocator of one rank on one device: blocks of 512-byte granules cut from segments and
 /// merged again on free; a pool a stream, so that memory freed while its stream still uses it is
 /// reused in stream order without waiting. Thread-safe. The code is the same on all devices.
@@ -71,6 +78,9 @@ class Allocator {
   struct Options {
     int64_t limit = 0;    ///< bytes the backend may be asked for in total; 0 = no limit
     bool poison = false;  ///< fill new and freed memory with 0xff in stream order
+    /// A cached block is cut if that leaves as many bytes, else handed out whole: more of it is
+    /// wasted inside blocks, less in fragments. Blocks of up to 1 MiB are always cut.
+    int64_t split_nbytes = int64_t{1} << 20;
     std::string name = "device";
   };
   struct Block;
@@ -81,7 +91,7 @@ class Allocator {
   Allocator& operator=(const Allocator&) = delete;
 
   /// `nbytes` > 0 that belong to `stream`, aligned to 512. OutOfMemoryError with requested, free,
-  /// the limit, the bytes by class, and which settings would free how much.
+  /// the limit, the bytes by class, and advice.
   Block* allocate(size_t nbytes, const Stream& stream, MemoryClass memory_class);
   /// The same from another backend, which gets the bytes back when the block is freed, once the
   /// stream is through: long-lived memory of a special kind. Counted like all other.
@@ -97,17 +107,20 @@ class Allocator {
   void empty_cache();
   AllocatorStats stats() const;
   void reset_peak();
-  /// The table by class, with what is cached and its largest block, that also ends an out-of-memory
-  /// error.
+  /// The table by class, with what is cached and its largest block, that is also in an
+  /// out-of-memory error.
   std::string report() const;
 
-  /// Told the bytes by unit and what to change, an out-of-memory error quotes it (set by FSDP).
-  void set_advice(std::function<std::string()> advice);
+  /// What follows the table of an out-of-memory error: lines that say which settings would help.
+  /// Called on the thread that ran out, which may be any. Null: only which class is the largest.
+  /// FSDP sets it. Returns the one before.
+  using Advice = std::function<std::string(const OutOfMemory&)>;
+  Advice set_advice(Advice advice);
   int64_t limit() const { return options_.limit; }
 
  private:
   struct State;
-  [[noreturn]] void throw_out_of_memory(size_t nbytes) const;
+  [[noreturn]] void throw_out_of_memory(size_t nbytes, MemoryClass memory_class) const;
 
   Options options_;
   std::unique_ptr<State> state_;

@@ -40,6 +40,7 @@ Context::Context(const ContextOptions& options) : options_(options) {
       std::make_shared<Allocator>(is_cuda ? make_cuda_backend(options_.device) : make_cpu_backend(),
                                   Allocator::Options{.limit = options_.memory_limit,
                                                      .poison = options_.poison,
+                                                     .split_nbytes = options_.memory_split,
                                                      .name = tessera::name_of(options_.device)});
   host_allocator_ = std::make_shared<Allocator>(
       is_cuda ? make_pinned_backend(options_.device) : make_cpu_backend(),

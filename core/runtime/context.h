@@ -15,6 +15,8 @@ struct ContextOptions {
   Device device = {};
   int num_threads = 0;       ///< CPU threads of the compute stream; 0 = all allowed processors
   int64_t memory_limit = 0;  ///< bytes of the device allocator; 0 = no limit
+  /// `Allocator::Options::split_nbytes` of the device allocator.
+  int64_t memory_split = int64_t{1} << 20;
   bool poison = false;       ///< fill freed memory with NaN in stream order
   bool order_check = false;  ///< run the happens-before checker (core/runtime/order_check.h)
 };

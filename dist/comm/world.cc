@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <exception>
+#include <mutex>
 #include <optional>
 #include <utility>
 
@@ -19,11 +20,22 @@
 namespace tessera::dist {
 
 World World::init([[maybe_unused]] int argc, [[maybe_unused]] char** argv, bool checks_launcher) {
+  static std::mutex mutex;
+  static std::weak_ptr<const void> last;
+  const std::lock_guard lock(mutex);
+  TESSERA_CHECK(last.expired(), "World::init: this process has a World already, expected one");
   std::unique_ptr<WorldBackend> backend;
 #if TESSERA_MPI
-  if (is_launched_for_mpi(std::getenv)) backend = make_mpi_backend(argc, argv);
+  if (is_launched_for_mpi(std::getenv)) {
+    static bool is_started = false;
+    TESSERA_CHECK(!std::exchange(is_started, true),
+                  "World::init: MPI was started and ended with the World before, expected one World "
+                  "a process");
+    backend = make_mpi_backend(argc, argv);
+  }
 #endif
   World world(backend != nullptr ? std::move(backend) : make_solo_backend());
+  last = world.life();
   if (world.world_size() > 1) set_log_rank(world.rank());
   if (checks_launcher) world.check_launcher();
   return world;

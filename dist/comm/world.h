@@ -30,11 +30,10 @@ inline constexpr std::chrono::seconds kDefaultTimeout{600};
 class World {
  public:
   /// Starts MPI if a launcher (mpirun, srun) started this process, else a world of one rank.
-  /// Errors   ConfigError if a launcher says that it started several processes, but MPI has one
-  /// rank
-  ///          ([Note: Launchers]; unless `checks_launcher` is false, then call `check_launcher`),
-  ///          or for a value of TESSERA_RANKS_PER_NODE; CommError if MPI does not allow several
-  ///          threads
+  /// Errors   Error if a World of this process is alive, or one under a launcher has been;
+  ///          ConfigError if a launcher says that it started several processes, but MPI has one rank
+  ///          ([Note: Launchers]; unless `checks_launcher` is false, then call `check_launcher`), or
+  ///          for a value of TESSERA_RANKS_PER_NODE; CommError if MPI does not allow several threads
   static World init(int argc, char** argv, bool checks_launcher = true);
 
   explicit World(std::unique_ptr<WorldBackend> backend);
@@ -64,6 +63,8 @@ class World {
   /// A communicator of all ranks for memory of the current Context's device. Collective.
   std::unique_ptr<Comm> make_comm();
   Control& control();
+  /// Expires when this World ends; for those that refer to it.
+  std::weak_ptr<const void> life() const { return life_; }
 
   /// How long a collective may take before the watchdog ends all ranks with status 6; 0 = for
   /// ever.
@@ -92,6 +93,7 @@ class World {
   std::unique_ptr<Control> control_;
   std::unique_ptr<UnwindAction> unwind_action_;
   bool is_finalized_ = false;
+  std::shared_ptr<const void> life_ = std::make_shared<int>();
   int num_exceptions_;  // in flight when it was made: one more means that it dies of one
 };
 

@@ -53,6 +53,9 @@ int Fsdp::num_units() const {
 std::string Fsdp::unit_of(const nn::Module& module) const {
   return scheduler_->unit_of(module);
 }
+MemoryPlan Fsdp::memory() const {
+  return scheduler_->memory_plan();
+}
 std::string Fsdp::summary() const {
   return scheduler_->summary();
 }

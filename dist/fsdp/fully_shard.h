@@ -10,6 +10,7 @@
 #include "core/tensor.h"
 #include "dist/comm/world.h"
 #include "dist/fsdp/exposure.h"
+#include "dist/fsdp/memory.h"
 #include "dist/fsdp/options.h"
 #include "nn/module.h"
 #include "optim/optimizer.h"
@@ -23,6 +24,9 @@ struct ClippedNorm {
   Tensor norm;       ///< f32 []: the global norm before clipping
   Tensor factor;     ///< f32 []: what the optimizer multiplies gradients by
   Tensor found_inf;  ///< u8 []: 1 if the norm is not finite; the optimizer then changes nothing
+  /// Elements of `ignored` parameters that require a gradient: it is neither in the norm nor
+  /// clipped.
+  int64_t num_left_out = 0;
 };
 
 /// A model under Fully Sharded Data Parallel. Made by `fully_shard`; lives as long as the training,
@@ -33,7 +37,14 @@ struct ClippedNorm {
 ///   adamw.step(lr, clip.factor, clip.found_inf);
 ///   fsdp->end_step();                                                     // next gathers see it
 ///
-/// The host never waits for the device in any of them.
+/// The host never waits for the device in any of them. Gradients are **summed** over the ranks (and
+/// over the micro-batches of a step), as if one rank had computed the sum of all losses: divide the
+/// loss by the number of samples or tokens of all ranks. PyTorch's FSDP averages over ranks:
+/// `FsdpOptions::average_gradients` does that.
+///
+/// Required calls: values (`initialize`, `load_full` or a checkpoint) before the first forward;
+/// `clip_grad_norm` before the optimizer's step; `end_step` after it. One that is missing is an
+/// Error that names it. Everything is called on the thread that made it.
 class Fsdp {
  public:
   Fsdp(nn::Module& root, World& world, const FsdpOptions& options);
@@ -53,6 +64,8 @@ class Fsdp {
 
   /// Completes the gradients (flushes what is due, zeroes what no rank touched) and takes their
   /// global p-norm: each element once under every strategy, partial norms added in one fixed order.
+  /// `ignored` parameters are left out of it, see `ClippedNorm::num_left_out`: their gradients are
+  /// this rank's own, in `Tensor::grad`.
   /// p = infinity is allowed. max_norm <= 0: no clipping, the norm only. `loss_scale` (f32 [], or
   /// undefined: 1) is what backward started with beyond the true gradient; the norm is that of the
   /// true gradients and the factor turns the scaled ones into true, clipped ones.
@@ -73,11 +86,14 @@ class Fsdp {
 
   enum class State { kMaster, kGradient };
   /// Calls `f` with each parameter's full name and its full f32 values (a tensor that lives for the
-  /// call), unit by unit. Collective: all ranks must call it.
+  /// call), unit by unit, then `ignored` ones (of kMaster). Gradients as they are held: sums over
+  /// ranks and micro-batches, times the loss scale, over `PrecisionOptions::pre_divide`.
+  /// Collective: all ranks must call it.
   void for_each_full(State state,
                      const std::function<void(const std::string& name, const Tensor& full)>& f);
   /// Sets master shards (and what the next gather sends) from full values, f32 tensors that
-  /// `values` returns for each full name; local. Error if a shape differs.
+  /// `values` returns for each full name, also of `ignored` parameters that have none; local. Error
+  /// if a shape differs.
   void load_full(const std::function<Tensor(const std::string& name)>& values);
 
   /// Call after the masters in `shards()` (of frozen parameters: what gathers send) were written
@@ -92,6 +108,8 @@ class Fsdp {
   /// "4 units, 0.12 M parameters, the largest unit 0.05 M; full_shard over 2 ranks (shard group 2,
   /// replicas 1); slots 2 x 194.0 KiB, ...".
   std::string summary() const;
+  /// What it keeps in device memory on this rank, by what it is for and by unit.
+  MemoryPlan memory() const;
   /// The gathers, releases and reduces issued since the last end_step, one a line.
   std::string program() const;
   /// How long compute has waited for each unit's gathers and reduces since the last call. Complete
@@ -110,7 +128,9 @@ class Fsdp {
 /// and calls of its modules gather, release and reduce. Parameters may be deferred
 /// (nn::DeferredInit; then call `initialize` or load) or have values, of which each rank keeps its
 /// part. `requires_grad` of a parameter is fixed from here on. Collective over `world`.
-/// Errors   ConfigError naming the setting, on all ranks, for options that contradict each other
+/// Errors   ConfigError naming the setting, on all ranks, for options that contradict each other,
+/// or
+///          the parameter that another Fsdp has sharded
 std::unique_ptr<Fsdp> fully_shard(nn::Module& root, World& world, const FsdpOptions& options = {});
 
 }  // namespace tessera::dist

@@ -38,7 +38,7 @@ kernels::Copy from_slot(const Group& g, bool accumulate) {
 // ---- unshard
 
 UnshardGuard::UnshardGuard(Fsdp& fsdp, std::string_view unit, Access access)
-    : scheduler_(fsdp.scheduler()), access_(access) {
+    : scheduler_(fsdp.scheduler()), life_(scheduler_.life()), access_(access) {
   std::string names;
   for (const auto& u : scheduler_.units()) {
     if (u->name() == unit) {
@@ -51,7 +51,7 @@ UnshardGuard::UnshardGuard(Fsdp& fsdp, std::string_view unit, Access access)
 }
 
 UnshardGuard::UnshardGuard(Fsdp& fsdp, nn::Module& module, Access access)
-    : scheduler_(fsdp.scheduler()), access_(access) {
+    : scheduler_(fsdp.scheduler()), life_(scheduler_.life()), access_(access) {
   const std::vector<nn::NamedParameter> parameters = module.named_parameters(/*with_ties=*/true);
   for (const auto& u : scheduler_.units()) {
     const auto& own = u->spec().parameters;
@@ -64,12 +64,15 @@ UnshardGuard::UnshardGuard(Fsdp& fsdp, nn::Module& module, Access access)
 }
 
 void UnshardGuard::hold(Unit& unit) {
-  held_.push_back({&unit, unit.is_unsharded(), {}});
-  scheduler_.hold_unsharded(unit);
-  held_.back().versions = versions_of(unit);
+  const bool was_unsharded = unit.is_unsharded(), was_open = unit.is_open();
+  scheduler_.hold_unsharded(unit, access_ == Access::kWrite);
+  ++life_->num_guards;
+  held_.push_back({&unit, was_unsharded, was_open, versions_of(unit)});
 }
 
 UnshardGuard::~UnshardGuard() {
+  life_->num_guards -= static_cast<int>(held_.size());
+  if (life_->is_over()) return;  // with its units; it said so
   try {
     while (!held_.empty()) {
       const Held held = std::move(held_.back());
@@ -79,24 +82,36 @@ UnshardGuard::~UnshardGuard() {
         const std::vector<uint32_t> now = versions_of(*held.unit);
         for (size_t i = 0; i < now.size(); ++i) is_written.push_back(now[i] != held.versions[i]);
       }
-      scheduler_.end_hold(*held.unit, held.was_unsharded, is_written);
+      scheduler_.end_hold(*held.unit, {held.was_unsharded, held.was_open}, is_written);
     }
   } catch (const std::exception& error) {  // a stream is poisoned; synchronize says so too
     log_error("unshard: {}", error.what());
   }
 }
 
-void Scheduler::hold_unsharded(Unit& unit) {
+void Scheduler::hold_unsharded(Unit& unit, bool is_write) {
+  life_->check_open("UnshardGuard");
+  if (!is_write) check_values("UnshardGuard");
   gather(unit, "gather_unshard");
   unit.wait_for_unshard();
   ++unit.num_holds;
 }
 
-void Scheduler::end_hold(Unit& unit, bool was_unsharded, const std::vector<bool>& is_written) {
-  if (!is_written.empty()) unit.write_shards(is_written);
+void Scheduler::end_hold(Unit& unit, const HeldState& before, const std::vector<bool>& is_written) {
+  if (!is_written.empty()) {
+    unit.write_shards(is_written);
+    size_t index = 0;
+    for (const Group& g : unit.groups()) {
+      for (const Placement& p : g.layout.placements) {
+        if (is_written[index++]) std::erase(missing_values_, p.name);
+      }
+    }
+  }
   if (--unit.num_holds > 0) return;
   const bool is_due = std::exchange(unit.is_reshard_due, false);
-  if ((is_due || !was_unsharded) && unit.active_calls == 0) unit.reshard();
+  if ((is_due || !before.was_unsharded) && unit.active_calls == 0) unit.reshard();
+  // Gathered ahead of its turn: not to be read before that.
+  if (!before.was_open && unit.active_calls == 0 && unit.is_open()) unit.close();
   if (is_written.empty()) return;
   unit.invalidate();  // whatever this rank wrote, what counts is the shards
   shards_ready_ = {};
@@ -121,14 +136,17 @@ void Unit::write_shards(const std::vector<bool>& is_written) {
 
 // ---- no_sync
 
-NoSync::NoSync(Fsdp& fsdp) : scheduler_(fsdp.scheduler()) {
+NoSync::NoSync(Fsdp& fsdp) : scheduler_(fsdp.scheduler()), life_(scheduler_.life()) {
   scheduler_.begin_no_sync();
+  ++life_->num_guards;
 }
 NoSync::~NoSync() {
-  scheduler_.end_no_sync();
+  --life_->num_guards;
+  if (!life_->is_over()) scheduler_.end_no_sync();
 }
 
 void Scheduler::begin_no_sync() {
+  life_->check("NoSync");
   TESSERA_CHECK_AS(ConfigError, !options_.reproducible,
                    "no_sync: not with train.reproducible, which reduces every micro-batch");
   ++num_no_sync_;

@@ -8,6 +8,7 @@
 
 namespace tessera::dist {
 
+class Life;
 class Unit;
 
 /// While alive, the parameters of units have all their elements (in param_dtype): what
@@ -19,6 +20,8 @@ class Unit;
 ///
 ///   UnshardGuard unshard(*fsdp, "blocks.3");
 ///   std::vector<double> w = model.parameter("blocks.3.mlp.up.weight").tensor.to_vector();
+///
+/// Not between the optimizer's step and `end_step`, which makes what is gathered out of date.
 class UnshardGuard {
  public:
   enum class Access : unsigned char { kRead, kWrite };
@@ -34,12 +37,13 @@ class UnshardGuard {
  private:
   struct Held {
     Unit* unit;
-    bool was_unsharded;
+    bool was_unsharded, was_open;
     std::vector<uint32_t> versions;  // of the parameters' tensors when the guard was made
   };
   void hold(Unit& unit);
 
   Scheduler& scheduler_;
+  const std::shared_ptr<Life> life_;
   const Access access_;
   std::vector<Held> held_;
 };
@@ -58,6 +62,7 @@ class NoSync {
 
  private:
   Scheduler& scheduler_;
+  const std::shared_ptr<Life> life_;
 };
 
 }  // namespace tessera::dist

@@ -8,8 +8,7 @@
 namespace tessera::dist {
 namespace {
 
-constexpr int kWindows = 3;         // one comes in, one is updated, one goes out
-constexpr int kGradientShards = 2;  // one is written while the other goes home
+constexpr int kWindows = 3;  // one comes in, one is updated, one goes out
 constexpr unsigned char kPoison = 0xff;
 
 void copy_flat(const Stream& stream, void* dst, const void* src, int64_t numel, DType dtype) {
@@ -71,7 +70,7 @@ Event Offloader::load(void* dst, const Tensor& shard, const Event& is_free, cons
 // ---- gradients
 
 void Offloader::make_gradient_ring(int64_t numel) {
-  gradients_ = make_ring(numel * static_cast<int64_t>(sizeof(float)), kGradientShards,
+  gradients_ = make_ring(numel * static_cast<int64_t>(sizeof(float)), kHostGradientSlots,
                          MemoryClass::kGradients);
 }
 

@@ -55,6 +55,9 @@ enum class OffloadWait : unsigned char {
 /// Uninitialized host memory that kernels can address, of the current Context's host allocator.
 Tensor empty_on_host(int64_t numel, DType dtype);
 
+/// Gradient shards that are on the device at a time: one is written while the other goes home.
+inline constexpr int kHostGradientSlots = 2;
+
 /// A gradient shard whose place is in host memory; its device tensor has bytes from `bring` to
 /// `send_home` or `drop`.
 struct HostGradient {

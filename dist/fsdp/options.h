@@ -46,13 +46,18 @@ Offload offload_from_name(std::string_view name);
 
 /// dtypes of a step. Masters, gradient shards and optimizer states are f32 always.
 struct PrecisionOptions {
-  DType param_dtype = kF32;           ///< of gathered parameters and activations
-  std::optional<DType> reduce_dtype;  ///< of gradients before the reduce; default param_dtype
-  std::optional<DType> wire_dtype;    ///< in which chunks travel; default reduce_dtype
+  DType param_dtype = kF32;  ///< of gathered parameters and activations
+  /// Of gradients before the reduce; default param_dtype. Gradients of f32 parameters are collected
+  /// in f32 whatever it is, and rounded to it once, as they travel.
+  std::optional<DType> reduce_dtype;
+  /// In which chunks travel to the rank that adds them, in f32; default reduce_dtype. With f32
+  /// parameters another one than a low reduce_dtype is a ConfigError.
+  std::optional<DType> wire_dtype;
   std::optional<DType> buffer_dtype;  ///< of floating module buffers; default: as they are
   std::optional<DType> output_dtype;  ///< of the root's floating results but scalars (losses)
   bool cast_forward_inputs = true;    ///< floating inputs of a unit become param_dtype
-  bool norm_fp32 = false;             ///< norm parameters stay f32, a group of their own
+  /// Norm parameters stay f32, a group of their own, whose gradients travel in f32.
+  bool norm_fp32 = false;
   /// A power of two that gradients are divided by before they travel, so that no sum of f16 values
   /// overflows on the way; the clip factor multiplies by it. Default: f16 on the wire, the number
   /// of ranks rounded up; else 1.
@@ -74,6 +79,10 @@ struct FsdpOptions {
   std::optional<GradSync> sync_every_micro_batch;
   /// 2: gathers and reduces on their own communicators and streams; 1: both on one.
   int communicators = 2;
+  /// false: gradients are the sum over ranks. true: the mean, as in PyTorch; the norm and the
+  /// factor of `clip_grad_norm`, which the optimizer then must be given, divide by the number of
+  /// ranks (one rounding each, none for a power of two).
+  bool average_gradients = false;
   PrecisionOptions precision;
   Offload offload = Offload::kNone;
   /// Elements of a shard that the device holds at once of what is in host memory, three times; a
@@ -82,8 +91,8 @@ struct FsdpOptions {
   /// The same bits at any power of two of ranks up to 64, as long as micro-batches are dealt in the
   /// order of [Note: One tree over a step]; needs sync_every_micro_batch true (then the default).
   bool reproducible = false;
-  /// Full names of parameters that are left alone: not sharded, not reduced, not optimized. A
-  /// deferred one gets its bytes, and its values by `initialize`, on every rank.
+  /// Full names of parameters that are left alone: not sharded, not reduced, not clipped, not
+  /// optimized. A deferred one gets its bytes, and its values by `initialize`, on every rank.
   std::vector<std::string> ignored;
 };
 

@@ -23,7 +23,7 @@ void Scheduler::gather(Unit& unit, const char* phase) {
   // After whatever was submitted since the shards have changed: where a unit keeps its place, a
   // gather writes the bytes that a save or a snapshot reads.
   if (shards_ready_.impl() == nullptr) shards_ready_ = lanes_.compute.record();
-  unit.unshard(shards_ready_, step_, phase);
+  unit.unshard(shards_ready_, lanes_.compute.record(), step_, phase);
 }
 
 /// Reshards what is between calls, but for `except` and units whose backward is to come.
@@ -138,6 +138,21 @@ void Scheduler::enter_forward(Pass& pass, Unit& unit, bool is_train) {
   pass = {target, 1};
 }
 
+/// A model of which nobody said what its values are would train on zeros.
+void Scheduler::check_values(const char* what) {
+  if (has_values_) return;
+  std::vector<std::string> missing = missing_values_;
+  for (const std::string& name : empty_ignored_) {
+    if (!root_->parameter(name).has_values()) missing.push_back(name);
+  }
+  TESSERA_CHECK(missing.empty(),
+                "{}: parameter \"{}\" of {} has no values (and {} more), expected "
+                "Fsdp::initialize, Fsdp::load_full or a checkpoint before (Fsdp::shards_changed "
+                "after writing shards())",
+                what, missing.front(), root_->kind(), missing.size() - 1);
+  has_values_ = true;
+}
+
 // ---- hooks
 
 void Scheduler::cast_outputs(std::span<Tensor*> outputs) const {
@@ -149,7 +164,17 @@ void Scheduler::cast_outputs(std::span<Tensor*> outputs) const {
   }
 }
 
+/// Before the order is known nobody knows which call is the last of an evaluation; the root does.
+void Scheduler::end_root_call() {
+  if (grad_mode() || is_checkpointing() || is_recomputing()) return;
+  if (eval_pass_.position + 1 != static_cast<int>(order_.size())) return;
+  release_held(nullptr);
+  eval_pass_ = {};
+}
+
 void Scheduler::begin_call(Unit& unit, std::span<Tensor*> inputs) {
+  life_->check_open("forward");
+  check_values("forward");
   if (options_.precision.cast_forward_inputs) {
     for (Tensor* input : inputs) {
       if (is_floating(input->dtype()) && input->dtype() != kF64) {
@@ -209,7 +234,8 @@ void Scheduler::record_backward(int64_t generation, size_t call, std::span<Tenso
   if (with_grad.empty()) return;
   const std::vector<Tensor> wrapped =
       record_multi("unit", with_grad, with_grad,
-                   [this, generation, call](std::span<const Tensor> dys, Grads& g) {
+                   [this, life = life_, generation, call](std::span<const Tensor> dys, Grads& g) {
+                     life->check("backward");
                      enter_backward(generation, call);
                      for (size_t i = 0; i < dys.size(); ++i) {
                        if (dys[i].is_defined()) g.add(static_cast<int>(i), dys[i]);
@@ -254,6 +280,8 @@ void Scheduler::end_forward() {
 
 void Scheduler::begin_backward(int64_t generation) {
   if (in_backward_) return;
+  life_->check_open("backward");
+  life_->set_complete(false);
   in_backward_ = true;
   on_backward_end([this](bool ok) { finish_backward(ok); });
   if (generation == generation_ && !calls_.empty()) {

@@ -7,6 +7,8 @@
 
 #include "dist/comm/world.h"
 #include "dist/fsdp/fully_shard.h"
+#include "dist/fsdp/life.h"
+#include "dist/fsdp/memory.h"
 #include "dist/fsdp/unit.h"
 
 // [Note: Order of collectives]
@@ -42,18 +44,24 @@ class Scheduler {
   void load_full(const std::function<Tensor(const std::string& name)>& values);
   void shards_changed(optim::Optimizer* optimizer);
   // guards.cc
-  void hold_unsharded(Unit& unit);
-  void end_hold(Unit& unit, bool was_unsharded, const std::vector<bool>& is_written);
+  void hold_unsharded(Unit& unit, bool is_write);
+  /// What a hold found, and puts back.
+  struct HeldState {
+    bool was_unsharded, was_open;
+  };
+  void end_hold(Unit& unit, const HeldState& before, const std::vector<bool>& is_written);
   void begin_no_sync();
   void end_no_sync() { --num_no_sync_; }
   std::string unit_of(const nn::Module& module) const;
   std::string summary() const;
+  MemoryPlan memory_plan() const;
   std::string program() const;
   std::shared_ptr<const ExposedTimes> exposed_times();
 
   std::vector<optim::FlatShard>& shards() { return shards_; }
   const std::vector<std::unique_ptr<Unit>>& units() const { return units_; }
   const FsdpOptions& options() const { return options_; }
+  const std::shared_ptr<Life>& life() const { return life_; }
   Lanes& lanes() { return lanes_; }
   Comm& scalar_comm() { return *scalar_comm_; }  ///< of all ranks, on the compute stream
 
@@ -90,8 +98,12 @@ class Scheduler {
   int64_t num_norm_chunks() const;
   void make_buffers(nn::Module& root);
   void install_hooks(nn::Module& root);
+  int64_t nbytes_outside_units() const;
+  std::string advice(const OutOfMemory& oom) const;
 
+  void check_values(const char* what);
   void cast_outputs(std::span<Tensor*> outputs) const;
+  void end_root_call();
   void begin_call(Unit& unit, std::span<Tensor*> inputs);
   void end_call(Unit& unit, std::span<Tensor*> outputs);
   void on_forward_error() noexcept;
@@ -127,7 +139,11 @@ class Scheduler {
   std::vector<std::pair<const nn::Module*, std::string>> unit_of_module_;
   std::vector<std::pair<nn::Module*, Unit*>> hooked_;
   nn::Module* root_;
-  std::vector<std::string> deferred_ignored_;  // parameters that had no bytes
+  bool has_root_hook_ = false;
+  std::vector<std::string> empty_ignored_;  // parameters that had no values when it was made
+  std::shared_ptr<Life> life_;
+  std::vector<std::string> missing_values_;  // sharded parameters that nobody has given any
+  bool has_values_ = false;                  // nothing is missing
 
   std::vector<Turn> order_;  // the program of a forward
   bool is_order_known_ = false;
@@ -140,6 +156,8 @@ class Scheduler {
   bool is_last_micro_batch_ = true;
   int num_no_sync_ = 0;      // guards alive
   std::vector<Unit*> held_;  // unsharded, between calls
+  double grad_factor_ = 1;   // true gradients are that many times those held
+  int64_t num_ignored_ = 0;  // elements that `clip_grad_norm` leaves out
   Event shards_ready_;       // what gathers wait for; none until the first since the last change
   int64_t step_ = 0;
   uint64_t program_hash_ = 0;

@@ -3,6 +3,7 @@
 #include <bit>
 #include <map>
 
+#include "core/log.h"
 #include "dist/comm/nccl.h"
 #include "dist/fsdp/reproducible.h"
 #include "dist/fsdp/schedule.h"
@@ -23,8 +24,10 @@ class Scheduler::Hook final : public nn::ModuleHook {
     scheduler_.begin_call(unit_, inputs);
   }
   void post_forward(nn::Module& module, std::span<Tensor*> outputs) override {
-    if (&module == scheduler_.root_) scheduler_.cast_outputs(outputs);
+    const bool is_root = &module == scheduler_.root_;
+    if (is_root) scheduler_.cast_outputs(outputs);
     scheduler_.end_call(unit_, outputs);
+    if (is_root) scheduler_.end_root_call();
   }
   void on_forward_error(nn::Module&) noexcept override { scheduler_.on_forward_error(); }
 
@@ -33,13 +36,14 @@ class Scheduler::Hook final : public nn::ModuleHook {
   Unit& unit_;
 };
 
-/// Casts the results of a root that is not a unit itself.
+/// Around the calls of a root that is not a unit itself.
 class Scheduler::RootHook final : public nn::ModuleHook {
  public:
   explicit RootHook(Scheduler& scheduler) : scheduler_(scheduler) {}
   void pre_forward(nn::Module&, std::span<Tensor*>) override {}
   void post_forward(nn::Module&, std::span<Tensor*> outputs) override {
     scheduler_.cast_outputs(outputs);
+    scheduler_.end_root_call();
   }
   void on_forward_error(nn::Module&) noexcept override {}
 
@@ -50,7 +54,16 @@ class Scheduler::RootHook final : public nn::ModuleHook {
 // ---- construction
 
 Scheduler::Scheduler(nn::Module& root, World& world, FsdpOptions options)
-    : world_(world), options_(std::move(options)), root_(&root) {
+    : world_(world),
+      options_(std::move(options)),
+      root_(&root),
+      life_(std::make_shared<Life>(world, root.kind())) {
+  for (const nn::NamedParameter& p : root.named_parameters()) {
+    TESSERA_CHECK_AS(ConfigError, !p.parameter->is_sharded,
+                     "fully_shard: parameter \"{}\" of {} is sharded already, expected one Fsdp a "
+                     "parameter",
+                     p.name, root.kind());
+  }
   world.control().verdict([this] { resolve_options(); });  // all ranks find the same
   make_lanes();
   make_units(root);
@@ -63,8 +76,12 @@ Scheduler::Scheduler(nn::Module& root, World& world, FsdpOptions options)
 }
 
 Scheduler::~Scheduler() {
+  life_->end();
+  if (life_->num_guards > 0) {
+    log_error("fsdp: it ends before {} of its guards (UnshardGuard, NoSync)", life_->num_guards);
+  }
   for (const auto& [module, _] : hooked_) module->set_hook(nullptr);
-  if (options_.precision.output_dtype) root_->set_hook(nullptr);
+  if (has_root_hook_) root_->set_hook(nullptr);
   for (const auto& unit : units_) unit->detach();
   if (lanes_.offloader != nullptr) lanes_.offloader->drain();
   for (const Stream* s :
@@ -142,6 +159,12 @@ void Scheduler::resolve_options() {
   check_dtype("precision.reduce_dtype", lanes_.reduce_dtype, {kF32, kBF16, kF16});
   lanes_.wire_dtype = p.wire_dtype.value_or(lanes_.reduce_dtype);
   check_dtype("fsdp.wire_dtype", lanes_.wire_dtype, {kF32, kBF16, kF16});
+  TESSERA_CHECK_AS(ConfigError,
+                   p.param_dtype != kF32 || lanes_.reduce_dtype == kF32 ||
+                       lanes_.wire_dtype == lanes_.reduce_dtype,
+                   "fsdp.wire_dtype: {} with precision.reduce_dtype {} and f32 parameters, whose "
+                   "gradients are rounded as they travel; expected {}",
+                   lanes_.wire_dtype, lanes_.reduce_dtype, lanes_.reduce_dtype);
   p.reduce_dtype = lanes_.reduce_dtype;
   p.wire_dtype = lanes_.wire_dtype;
   if (p.output_dtype) check_dtype("precision.output_dtype", *p.output_dtype, {kF32, kBF16, kF16});
@@ -162,6 +185,9 @@ void Scheduler::resolve_options() {
       *p.pre_divide);
   if (world_size == 1) p.pre_divide = 1.0;
   lanes_.pre_divide = *p.pre_divide;
+  const int num_averaged = o.average_gradients ? world_size : 1;
+  grad_factor_ = lanes_.pre_divide / num_averaged;
+  life_->needs_factor = grad_factor_ != 1;
   if (!o.wrap) o.wrap = wrap::transformer_block();
   lanes_.poison = Context::current()->options().poison;
   TESSERA_CHECK_AS(ConfigError, o.offload_window > 0 && o.offload_window % kLayoutBlock == 0,
@@ -211,9 +237,11 @@ void Scheduler::make_units(nn::Module& root) {
   const std::vector<std::string>& ignored = options_.ignored;
   for (const std::string& name : ignored) {
     const nn::Parameter& p = root.parameter(name);  // an Error if there is none
-    if (p.tensor.storage()->is_materialized()) continue;
-    p.tensor.storage()->materialize(MemoryClass::kParameters);
-    deferred_ignored_.push_back(name);
+    if (p.tensor.requires_grad()) num_ignored_ += p.tensor.numel();
+    if (!p.has_values()) empty_ignored_.push_back(name);
+    if (!p.tensor.storage()->is_materialized()) {
+      p.tensor.storage()->materialize(MemoryClass::kParameters);
+    }
   }
   const Residence residence = lanes_.shard_size == 1 && !lanes_.offloads_parameters()
                                   ? Residence::kWhole
@@ -231,9 +259,16 @@ void Scheduler::make_units(nn::Module& root) {
                                lanes_, residence, keeps_full_grad));
   }
   TESSERA_CHECK_AS(ConfigError, !units_.empty(), "fully_shard: the model has no parameters");
+  Context::current()->allocator()->set_advice(
+      [this, life = std::weak_ptr<Life>(life_)](const OutOfMemory& oom) {
+        const std::shared_ptr<Life> alive = life.lock();
+        return alive == nullptr || alive->is_over() ? std::string() : advice(oom);
+      });
   for (const auto& unit : units_) {
     unit->shard_parameters(/*in_place=*/options_.strategy == Strategy::kShardOptim &&
                            !lanes_.offloads_parameters());
+    missing_values_.insert(missing_values_.end(), unit->missing_values().begin(),
+                           unit->missing_values().end());
   }
 }
 
@@ -272,8 +307,7 @@ void Scheduler::make_pools() {
           shared[is_block].gathered =
               make(gathered, is_block ? depth + 1 : 1, lanes_.gather_comm.get());
         }
-      } else if (u->residence() == Residence::kKeep &&
-                 !u->groups().front().full->is_materialized()) {
+      } else if (u->residence() == Residence::kKeep && !u->has_own_memory()) {
         own.gathered = make(u->gathered_nbytes(), 1, lanes_.gather_comm.get());
       }
       const bool keeps_full_grad = lanes_.sync == GradSync::kLast;
@@ -304,7 +338,7 @@ void Scheduler::make_pools() {
   for (const auto& u : units_) {
     for (const Group& g : u->groups()) {
       if (!g.layout.is_trainable) continue;
-      const DType wire_dtype = g.layout.dtype == kF32 ? g.grad_dtype : lanes_.wire_dtype;
+      const DType wire_dtype = g.wire_dtype;
       if (wire_dtype != g.grad_dtype && (scalar_comm_->world_size() > 1 || options_.reproducible)) {
         wire = std::max(wire, g.layout.numel * static_cast<int64_t>(size_of(wire_dtype)));
       }
@@ -346,6 +380,7 @@ void Scheduler::make_shards() {
       shard.master = g.master;
       shard.grad = g.home_of_grad();
       shard.store = lanes_.offloader;
+      shard.owner = life_;
       if (g.layout.dtype != kF32) shard.low = g.shard;
       shard.segments = segments_in(g.layout, begin, begin + g.shard_numel);
       shards_.push_back(std::move(shard));
@@ -397,8 +432,9 @@ void Scheduler::install_hooks(nn::Module& root) {
       hooked_.emplace_back(module, unit.get());
     }
   }
-  if (options_.precision.output_dtype && root.hook() == nullptr) {
+  if (root.hook() == nullptr) {
     root.set_hook(std::make_shared<RootHook>(*this));
+    has_root_hook_ = true;
   }
   for (const nn::NamedModule& m : root.named_modules()) {
     for (const auto& [module, unit] : hooked_) {

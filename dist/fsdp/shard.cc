@@ -64,6 +64,11 @@ void SlotPool::add_slot() {
   free_.push_back(slots_.back().get());
 }
 
+int SlotPool::num_materialized() const {
+  return static_cast<int>(std::count_if(slots_.begin(), slots_.end(),
+                                        [](const auto& slot) { return slot->memory != nullptr; }));
+}
+
 void SlotPool::materialize(Slot& slot) {
   slot.memory = allocate_(nbytes_);
   // The memory belongs to the current stream, which may still be busy with what was there before.

@@ -66,6 +66,7 @@ class SlotPool {
   void release(Slot* slot, Event is_free);
   bool has_free() const { return !free_.empty(); }
   int num_slots() const { return static_cast<int>(slots_.size()); }
+  int num_materialized() const;  ///< slots that have their bytes
   int64_t nbytes() const { return nbytes_; }
 
  private:

@@ -10,15 +10,17 @@
 namespace tessera::dist {
 
 void Scheduler::begin_micro_batch(int index, int count) {
+  life_->check_open("Fsdp::begin_micro_batch");
   TESSERA_CHECK(index >= 0 && index < count, "begin_micro_batch: {} of {}", index, count);
   is_last_micro_batch_ = index + 1 == count;
   lanes_.micro_batch = index;
 }
 
 ClippedNorm Scheduler::clip_grad_norm(double max_norm, double p, const Tensor& loss_scale) {
+  life_->check_open("Fsdp::clip_grad_norm");
   for (const auto& unit : units_) {
     // The optimizer writes shards that a gather for nobody may still send.
-    if (unit->is_unsharded()) unit->wait_for_unshard();
+    if (unit->is_unsharded()) unit->wait_for_gather();
     if (unit->is_reduce_due()) {  // the last backward did not
       note("reduce", *unit);
       unit->reduce(/*is_last=*/true, step_);
@@ -56,14 +58,17 @@ ClippedNorm Scheduler::clip_grad_norm(double max_norm, double p, const Tensor& l
                                  ordered.strides(),
                                  {chunks, num_parts, shard_size * num_parts, 1},
                                  false});
-  ClippedNorm clip{empty({}, kF32), empty({}, kF32), empty({}, kU8)};
+  ClippedNorm clip{empty({}, kF32), empty({}, kF32), empty({}, kU8), num_ignored_};
   combine_norms(clip.norm, ordered.view({-1}), p);
-  unscale_norm(clip.norm, clip.factor, clip.found_inf, loss_scale, lanes_.pre_divide,
+  unscale_norm(clip.norm, clip.factor, clip.found_inf, loss_scale, grad_factor_,
                max_norm > 0 ? max_norm : std::numeric_limits<double>::infinity());
+  life_->set_complete(true);
   return clip;
 }
 
 void Scheduler::end_step() {
+  life_->check("Fsdp::end_step");
+  life_->end_step();
   if (!calls_.empty()) end_forward();  // a forward without a backward
   for (const auto& unit : units_) {
     unit->zero_grad();
@@ -87,6 +92,7 @@ void Scheduler::end_step() {
 }
 
 void Scheduler::all_reduce_scalars(const Tensor& values) {
+  life_->check("Fsdp::all_reduce_scalars");
   if (world_.world_size() == 1) return;
   const int64_t numel = values.numel();
   const int64_t staging = scalar_comm_->all_reduce_staging_nbytes(numel, values.dtype());

@@ -52,8 +52,11 @@ Unit::Unit(UnitSpec spec, const PrecisionOptions& precision, int world_size, Lan
     Group g;
     g.shard_numel = layout.numel / lanes.shard_size;
     g.grad_dtype = keeps_full_grad ? kF32 : lanes.reduce_dtype;
-    // A group kept in f32 also reduces in f32.
     if (layout.dtype == kF32) g.grad_dtype = kF32;
+    // A group that is kept in f32 beside low ones reduces in f32; where all are f32 the setting is
+    // about them.
+    const bool is_kept_f32 = layout.dtype == kF32 && precision.param_dtype != kF32;
+    g.wire_dtype = is_kept_f32 ? kF32 : lanes.wire_dtype;
     g.slot_offset = gathered_nbytes_;
     gathered_nbytes_ += round_up(nbytes_of(layout.numel, layout.dtype), kSlotAlignment);
     if (layout.is_trainable) {
@@ -95,13 +98,12 @@ void Unit::shard_parameters(bool in_place) {
                    : lanes_.allocate_array(g.shard_numel, dtype);
       };
       if (in_place && residence_ == Residence::kKeep) {
-        const auto memory =
+        g.memory =
             lanes_.allocate(static_cast<int64_t>(g.full->nbytes()), MemoryClass::kParameters);
-        g.full->attach(memory->data(), memory);
-        g.shard = view_of_storage(g.full, shard_begin, {g.shard_numel}, layout.dtype);
+        g.shard = view_of_storage(g.memory, shard_begin, {g.shard_numel}, layout.dtype);
       } else {
         g.shard = make_sent(layout.dtype, lanes_.offloads_parameters());
-        if (residence_ == Residence::kWhole) g.full->attach(g.shard.raw_data(), g.shard.storage());
+        if (residence_ == Residence::kWhole) g.memory = g.shard.storage();
       }
       if (layout.dtype == kF32) {
         g.master = g.shard;
@@ -134,6 +136,7 @@ void Unit::shard_parameters(bool in_place) {
     if (g.master.is_defined()) g.master.fill_(0);
     for (const Placement& p : layout.placements) {
       const Tensor& value = p.parameter->tensor;
+      if (!p.parameter->has_values()) missing_values_.push_back(p.name);
       if (!value.storage()->is_materialized()) continue;
       const int64_t from = std::max(shard_begin, p.begin);
       const int64_t to = std::min(shard_begin + g.shard_numel, p.begin + p.numel);
@@ -159,8 +162,33 @@ void Unit::make_views() {
       view.set_requires_grad(g.layout.is_trainable);
       if (g.layout.is_trainable) set_grad_sink(view, std::make_shared<Sink>(*this, k, i));
       p.parameter->tensor = view;
+      p.parameter->is_sharded = true;
     }
+    g.full->set_owner(fmt::format(
+        "parameters of unit \"{}\", which can be read from when a call of {} begins until another "
+        "unit is called, and the same in backward; call block(x), not block->forward(x), which "
+        "gathers nothing; outside of calls make an UnshardGuard",
+        spec_.name, spec_.modules.size() == 1 ? "its module" : "one of its modules"));
   }
+}
+
+/// Where the gathered parameters of a group are or go.
+char* Unit::gathered_bytes(const Group& g) const {
+  return g.memory != nullptr ? bytes(g.memory) : bytes(gathered_slot_->memory, g.slot_offset);
+}
+
+/// The modules can read the parameters from here on. Not before compute waits for the gather:
+/// whether it was issued ahead, and how far it is, must not decide what a read finds.
+void Unit::open() {
+  if (std::exchange(is_open_, true)) return;
+  for (Group& g : groups_) {
+    g.full->attach(gathered_bytes(g), g.memory != nullptr ? g.memory : gathered_slot_->memory);
+  }
+}
+
+void Unit::close() {
+  if (!std::exchange(is_open_, false)) return;
+  for (Group& g : groups_) g.full->release();
 }
 
 void Unit::set_pools(SlotPool* gathered, SlotPool* gradient) {
@@ -191,43 +219,44 @@ int64_t Unit::own_begin(const Group& g) const {
 // ---- parameters
 
 bool Unit::can_prefetch() const {
-  return is_unsharded_ || residence_ == Residence::kWhole || gathered_slot_ != nullptr ||
-         groups_.front().full->is_materialized() || gathered_pool_->has_free();
+  return is_unsharded_ || has_own_memory() || gathered_slot_ != nullptr ||
+         gathered_pool_->has_free();
 }
 
-void Unit::unshard(const Event& shards_ready, int64_t step, const char* phase) {
+void Unit::unshard(const Event& shards_ready, const Event& turn, int64_t step, const char* phase) {
   if (is_unsharded_) return;
   if (residence_ == Residence::kWhole) {
     is_unsharded_ = is_waited_ = true;
     return;
   }
   const Stream& stream = lanes_.all_gather;
-  const bool is_own = groups_.front().full->is_materialized();  // in place: memory of its own
-  if (!is_own && gathered_slot_ == nullptr) {
+  if (!has_own_memory() && gathered_slot_ == nullptr) {
     gathered_slot_ = gathered_pool_->acquire();
     lanes_.wait(stream, gathered_slot_->is_free, WaitPoint::kSlotFree);
   }
+  // The host is far ahead of the device, and slots may be free for longer than this gather's depth
+  // of prefetch. The checker is not told of this wait, so that those for correctness still have to
+  // be there.
+  if (turn.impl() != nullptr) stream.impl()->wait(turn);
   lanes_.wait(stream, shards_ready, WaitPoint::kShardsReady);
   if (has_part_) lanes_.wait(stream, is_part_saved_, WaitPoint::kPartSaved);
   for (Group& g : groups_) {
-    if (!is_own) {
-      g.full->attach(bytes(gathered_slot_->memory, g.slot_offset), gathered_slot_->memory);
-    }
+    char* const full = gathered_bytes(g);
     if (has_part_) {
-      lanes_.part_comm->all_gather(stream, g.full->data(), g.part.raw_data(), g.part.numel(),
-                                   g.layout.dtype, {phase, static_name_, step});
+      lanes_.part_comm->all_gather(stream, full, g.part.raw_data(), g.part.numel(), g.layout.dtype,
+                                   {phase, static_name_, step});
       continue;
     }
     const void* shard = g.shard.raw_data();
     if (lanes_.offloads_parameters()) {
-      char* place = bytes(g.full, nbytes_of(lanes_.shard_rank * g.shard_numel, g.layout.dtype));
+      char* place = full + nbytes_of(lanes_.shard_rank * g.shard_numel, g.layout.dtype);
       const Event is_loaded =
           lanes_.offloader->load(place, g.shard, gathered_slot_->is_free, shards_ready);
       lanes_.offloader->wait(stream, is_loaded, OffloadWait::kLoaded);
       shard = place;
     }
     if (lanes_.gather_comm != nullptr) {
-      lanes_.gather_comm->all_gather(stream, g.full->data(), shard, g.shard_numel, g.layout.dtype,
+      lanes_.gather_comm->all_gather(stream, full, shard, g.shard_numel, g.layout.dtype,
                                      {phase, static_name_, step});
     }
   }
@@ -238,6 +267,11 @@ void Unit::unshard(const Event& shards_ready, int64_t step, const char* phase) {
 }
 
 void Unit::wait_for_unshard() {
+  wait_for_gather();
+  open();
+}
+
+void Unit::wait_for_gather() {
   if (is_waited_) return;
   const ExposedWait exposed(lanes_.compute, is_gathered_, &exposure, &ExposedTime::gather_ns,
                             static_name_, lanes_.measures_exposure);
@@ -249,19 +283,19 @@ void Unit::reshard() {
   if (!is_unsharded_) return;
   is_reshard_due = num_holds > 0;
   if (is_reshard_due) return;
+  close();
   if (residence_ != Residence::kReshard) {
     is_unsharded_ = !is_stale_ || residence_ == Residence::kWhole;
     return;
   }
-  wait_for_unshard();
+  wait_for_gather();
   if (lanes_.part_comm != nullptr && !has_part_) save_part();
   if (lanes_.poison) {  // released slots are filled with NaN in stream order
     for (const Group& g : groups_) {
-      fill_flat(lanes_.compute, g.full->data(), g.layout.numel, g.layout.dtype,
+      fill_flat(lanes_.compute, gathered_bytes(g), g.layout.numel, g.layout.dtype,
                 std::numeric_limits<double>::quiet_NaN());
     }
   }
-  for (Group& g : groups_) g.full->release();
   gathered_pool_->release(std::exchange(gathered_slot_, nullptr), lanes_.compute.record());
   is_unsharded_ = false;
 }
@@ -276,7 +310,7 @@ void Unit::save_part() {
       g.part = lanes_.allocate_array(numel, g.layout.dtype);
     }
     kernels::copy(lanes_.compute, {g.part.raw_data(),
-                                   bytes(g.full, nbytes_of(begin, g.layout.dtype)),
+                                   gathered_bytes(g) + nbytes_of(begin, g.layout.dtype),
                                    g.layout.dtype,
                                    g.layout.dtype,
                                    {numel},
@@ -292,6 +326,7 @@ void Unit::invalidate() {
   is_stale_ = true;
   has_part_ = false;
   if (residence_ == Residence::kWhole || !is_unsharded_) return;
+  close();
   // Whatever still computes with the gathered values has been submitted: the next gather into
   // the same memory waits for it by the event that the caller passes to `unshard`.
   is_unsharded_ = false;
@@ -299,9 +334,13 @@ void Unit::invalidate() {
 
 void Unit::detach() {
   for (Group& g : groups_) {
-    for (const Placement& p : g.layout.placements) set_grad_sink(p.parameter->tensor, nullptr);
-    g.full->release();
+    for (const Placement& p : g.layout.placements) {
+      set_grad_sink(p.parameter->tensor, nullptr);
+      p.parameter->is_sharded = false;
+    }
+    g.full->set_owner(fmt::format("parameters of unit \"{}\", whose Fsdp has ended", spec_.name));
   }
+  close();
 }
 
 }  // namespace tessera::dist

@@ -96,9 +96,13 @@ struct Group {
   Tensor grad;    // f32 gradient shard; undefined for frozen groups
   std::unique_ptr<HostGradient> host_grad;  // where `grad` lives if not on the device
   const Tensor& home_of_grad() const { return host_grad != nullptr ? host_grad->home : grad; }
-  std::shared_ptr<Storage> full;                  // gathered parameters; the views that modules use
+  // Gathered parameters; the views that modules use. It has bytes only between `wait_for_unshard`
+  // and `reshard`; gathers go to where those bytes will be.
+  std::shared_ptr<Storage> full;
+  std::shared_ptr<Storage> memory;                // of them, where they do not take a slot
   std::shared_ptr<Storage> full_grad;             // gradients before the reduce
   DType grad_dtype = kF32;                        // of full_grad
+  DType wire_dtype = kF32;                        // in which they travel
   int64_t slot_offset = 0, grad_slot_offset = 0;  // bytes
   Tensor part;       // 1 / part_size of the gathered parameters, kept for the next gathers
   Tensor unreduced;  // f32: gradients of the whole group that `no_sync` keeps here
@@ -124,13 +128,25 @@ class Unit {
 
   /// The parameters are there or on the way, or a slot is free for them.
   bool can_prefetch() const;
-  /// Starts the gather unless the parameters are there or on the way.
-  void unshard(const Event& shards_ready, int64_t step, const char* phase);
-  /// The compute stream waits for the gather.
+  /// Starts the gather unless the parameters are there or on the way, not before compute has come
+  /// to `turn`.
+  void unshard(const Event& shards_ready, const Event& turn, int64_t step, const char* phase);
+  /// The compute stream waits for the gather; the modules can read the parameters from here on.
   void wait_for_unshard();
+  /// The same for what nobody reads: a gather that this rank issues for others.
+  void wait_for_gather();
   /// Releases the slot (kReshard) once the compute stream is done with it.
   void reshard();
   bool is_unsharded() const { return is_unsharded_; }
+  /// The modules can read the parameters.
+  bool is_open() const { return is_open_; }
+  /// Modules cannot read the parameters, which stay where they are (`wait_for_unshard` undoes it).
+  void close();
+  /// The gathered parameters have memory of their own: all of them are the shard, or it is a part
+  /// of them.
+  bool has_own_memory() const { return groups_.front().memory != nullptr; }
+  /// Full names of parameters that had no values when they were sharded.
+  const std::vector<std::string>& missing_values() const { return missing_values_; }
   /// This rank's part of the full parameters becomes that of its shards, where a placement (in the
   /// order of groups) is written (guards.cc).
   void write_shards(const std::vector<bool>& is_written);
@@ -179,6 +195,8 @@ class Unit {
   class Sink;
 
   void make_views();
+  char* gathered_bytes(const Group& g) const;
+  void open();
   GradDst gradient_destination(size_t group, size_t placement);
   void acquire_gradient_slot();
   void save_part();
@@ -202,6 +220,7 @@ class Unit {
   Slot *gathered_slot_ = nullptr, *gradient_slot_ = nullptr;
   Event is_gathered_;
   bool is_unsharded_ = false, is_waited_ = false, is_stale_ = true;
+  bool is_open_ = false;
   bool has_full_grad_ = false;   // full_grad holds gradients of this backward (or step: kLast)
   bool has_shard_grad_ = false;  // the gradient shard holds gradients of this step
   bool is_finished_ = false;     // and all of them
@@ -211,6 +230,7 @@ class Unit {
   bool is_reduce_due_ = false;   // some rank's does
   bool is_direct_ = false;       // full_grad is the gradient shard itself
   Event is_reduced_, is_part_saved_;
+  std::vector<std::string> missing_values_;
 };
 
 /// A copy of `text` that lives for ever (names for traces and the watchdog).

@@ -44,6 +44,11 @@ void Unit::acquire_gradient_slot() {
 }
 
 GradDst Unit::gradient_destination(size_t group, size_t placement) {
+  TESSERA_CHECK(
+      open_calls > 0,
+      "backward: a gradient of parameter \"{}\" comes outside of the calls of unit \"{}\", "
+      "whose gradients are on their way already; call block(x), not block->forward(x)",
+      groups_[group].layout.placements[placement].name, spec_.name);
   acquire_gradient_slot();
   Group& g = groups_[group];
   const Placement& p = g.layout.placements[placement];
@@ -113,8 +118,7 @@ const Stream& Unit::summing_stream() const {
 void Unit::reduce_group(Group& g, const Event& ready, bool is_last, int64_t step) {
   const bool has_shard_group = lanes_.shard_size > 1, has_replicas = lanes_.replicate_size > 1;
   const CollectiveInfo info{"reduce", static_name_, step};
-  // Only a low-precision group's gradients travel in a low precision.
-  const DType wire = g.layout.dtype == kF32 ? g.grad_dtype : lanes_.wire_dtype;
+  const DType wire = g.wire_dtype;
   // Where this rank's sum goes, and whether it is added to what is there.
   const auto [own, accumulate] = lanes_.reproducible
                                      ? g.leaves.destination()

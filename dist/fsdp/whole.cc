@@ -4,7 +4,8 @@
 namespace tessera::dist {
 
 void Scheduler::initialize(uint64_t seed) {
-  for (const std::string& name : deferred_ignored_) {
+  life_->check("Fsdp::initialize");
+  for (const std::string& name : empty_ignored_) {
     const nn::Parameter& p = root_->parameter(name);
     nn::fill_init(p.tensor, p.init, seed, name);
   }
@@ -22,11 +23,17 @@ void Scheduler::initialize(uint64_t seed) {
     }
     unit->invalidate();
   }
+  missing_values_.clear();
   shards_ready_ = {};
 }
 
 void Scheduler::load_full(const std::function<Tensor(const std::string&)>& values) {
+  life_->check("Fsdp::load_full");
   NoGrad no_grad;
+  for (const std::string& name : empty_ignored_) {
+    Tensor target = root_->parameter(name).tensor;
+    if (!root_->parameter(name).has_values()) target.copy_(values(name));
+  }
   for (const auto& unit : units_) {
     for (Group& g : unit->groups()) {
       const Tensor& target = g.master.is_defined() ? g.master : g.shard;
@@ -45,6 +52,8 @@ void Scheduler::load_full(const std::function<Tensor(const std::string&)>& value
 }
 
 void Scheduler::shards_changed(optim::Optimizer* optimizer) {
+  life_->check("Fsdp::shards_changed");
+  missing_values_.clear();
   NoGrad no_grad;
   for (const auto& unit : units_) {
     for (Group& g : unit->groups()) {
@@ -58,6 +67,8 @@ void Scheduler::shards_changed(optim::Optimizer* optimizer) {
 
 void Scheduler::for_each_full(Fsdp::State state,
                               const std::function<void(const std::string&, const Tensor&)>& f) {
+  life_->check("Fsdp::for_each_full");
+  if (state == Fsdp::State::kMaster) check_values("Fsdp::for_each_full");
   NoGrad no_grad;
   for (const auto& unit : units_) {
     for (Group& g : unit->groups()) {
@@ -84,6 +95,8 @@ void Scheduler::for_each_full(Fsdp::State state,
       }
     }
   }
+  if (state == Fsdp::State::kGradient) return;
+  for (const std::string& name : options_.ignored) f(name, root_->parameter(name).tensor.to(kF32));
 }
 
 // ---- descriptions
@@ -106,12 +119,22 @@ std::string Scheduler::summary() const {
     slots += fmt::format("{}{} x {}", slots.empty() ? "" : ", ", pool->num_slots(),
                          format_nbytes(pool->nbytes()));
   }
-  return fmt::format(
+  const MemoryPlan plan = memory_plan();
+  std::string text = fmt::format(
       "{} units, {:.2f} M parameters, the largest unit {:.2f} M; {} over {} ranks "
       "(shard group {}, replicas {}); slots {}",
       units_.size(), static_cast<double>(parameters) * 1e-6, static_cast<double>(largest) * 1e-6,
       name_of(options_.strategy), world_.world_size(), lanes_.shard_size, lanes_.replicate_size,
       slots.empty() ? "none" : slots);
+  text += fmt::format("; on this rank parameters {}, gradients {}, gathered units and staging {}",
+                      format_nbytes(plan.nbytes_of(MemoryClass::kParameters)),
+                      format_nbytes(plan.nbytes_of(MemoryClass::kGradients)),
+                      format_nbytes(plan.nbytes_of(MemoryClass::kGathered)));
+  if (!options_.ignored.empty()) {
+    text += fmt::format("; {} ignored parameters on every rank, not reduced, clipped or optimized",
+                        options_.ignored.size());
+  }
+  return text;
 }
 
 std::shared_ptr<const ExposedTimes> Scheduler::exposed_times() {

@@ -429,7 +429,9 @@ TEST_CASE("fsdp: ignored parameters and buffers are whole on every rank", "[fsdp
         const auto fsdp = fully_shard(*net, world, options);
         fsdp->initialize(3);
         const auto masters = masters_of(*fsdp);
-        expect(masters.size() == 1 && masters.count("weight") == 1, "only weight is sharded");
+        expect(
+            masters.size() == 2 && masters.count("weight") == 1 && masters.count("left_alone") == 1,
+            "the whole model is there, what is ignored too");
         expect(fsdp->num_parameters() == 144, "only weight is counted");
         expect(net->left_alone.storage()->is_materialized(), "left_alone has bytes");
         expect(net->offset.to_vector() == std::vector<double>(12, 0.5), "offset is as it was");
@@ -476,6 +478,7 @@ TEST_CASE("fsdp: ranks that call units in different orders end with both names",
       const std::string error = error_of([&] {
         run_ranks(2, [&](World& world) {
           TwoBlocks net;
+          net.initialize(1);
           FsdpOptions options;
           options.wrap = dist::wrap::by_class<nn::Linear>();
           options.prefetch_forward = options.prefetch_backward = prefetch;

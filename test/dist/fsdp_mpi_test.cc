@@ -3,6 +3,7 @@
 #include "dist/comm/local.h"
 #include "test/dist/fsdp_combos.h"
 #include "test/dist/fsdp_harness.h"
+#include "test/dist/fsdp_memory_cases.h"
 #include "test/dist/fsdp_reproducible_cases.h"
 #include "test/testing.h"
 
@@ -51,6 +52,13 @@ TEST_CASE("fsdp over MPI: every pair of settings has the same bits", "[fsdp]") {
       check_same(run_fsdp(world(), run_of(combo)), expected,
                  fmt::format("{}, precision {}", combo.to_string(), static_cast<int>(precision)));
     }
+  }
+}
+
+TEST_CASE("fsdp over MPI: memory is what is said of it, with and without shared memory", "[fsdp]") {
+  for (const auto& [what, run] : memory_cases(world().world_size())) {
+    INFO(what);
+    CHECK(memory_problem(world(), run) == "");
   }
 }
 

@@ -352,11 +352,8 @@ TEST_CASE("offload: clipping with gradients on the host, any norm, also without 
           if (fsdp.clip_grad_norm(1.0).norm.item() != 0) throw Error("a norm before backward");
           fsdp.end_step();
         };
-        run.on_step = [&norm, p](int, dist::Fsdp& fsdp, dist::World& world) {
-          const double value = fsdp.clip_grad_norm(1.0, p).norm.item();
-          if (world.rank() == 0) norm = value;
-        };
-        run_fsdp_on_threads(4, run);
+        run.norm_p = p;
+        norm = run_fsdp_on_threads(4, run).grad_norms.at(0);
       }
       CHECK(norms[0] == norms[1]);
       CHECK(norms[0] > 0);
@@ -414,8 +411,9 @@ TEST_CASE("offload: names and ranges are checked", "[fsdp]") {
                                     "params_and_optimizer"));
   FsdpRun run;
   run.fsdp.offload_window = 100;
-  CHECK_THROWS_WITH(run_fsdp_on_threads(1, run),
-                    Catch::Contains("fsdp.offload_window: 100, expected a multiple of 256"));
+  CHECK_THROWS_WITH(
+      run_fsdp_on_threads(1, run),
+      Catch::Contains("FsdpOptions::offload_window is 100, expected a multiple of 256"));
 }
 
 }  // namespace

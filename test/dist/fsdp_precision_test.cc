@@ -765,7 +765,8 @@ TEST_CASE("precision: options that make no sense are named", "[fsdp]") {
   };
   dist::PrecisionOptions p;
   p.pre_divide = 3;
-  CHECK_THAT(error_with(p), Catch::Contains("precision.pre_divide: 3, expected a power of two"));
+  CHECK_THAT(error_with(p),
+             Catch::Contains("PrecisionOptions::pre_divide is 3, expected a power of two"));
   p = {};
   p.output_dtype = kI32;
   CHECK_THAT(error_with(p), Catch::Contains("precision.output_dtype: i32, expected f32, bf16"));

@@ -206,10 +206,36 @@ TEST_CASE("allocator: out of memory says how much, what for, and what helps", "[
   CHECK(text.find("  parameters            3.0 MiB      3.0 MiB\n") != std::string::npos);
   CHECK(text.find("  activations           2.0 MiB      2.0 MiB\n") != std::string::npos);
   CHECK(text.find("  total                 5.0 MiB      5.0 MiB\n") != std::string::npos);
-  CHECK(text.find("train.micro_batch") != std::string::npos);
-  f.allocator->set_advice([] { return std::string("  block0: 1.0 MiB\n"); });
-  CHECK(error_of([&] { f.allocate(4 * kMiB); }).find("  block0: 1.0 MiB\n") != std::string::npos);
+  CHECK(text.find("  most is in parameters\n") != std::string::npos);
+  f.allocator->set_advice([](const OutOfMemory& oom) {
+    return fmt::format("  block0: {} more of {}\n", oom.nbytes, name_of(oom.memory_class));
+  });
+  CHECK(error_of([&] { f.allocate(4 * kMiB); }).find("  block0: 4194304 more of activations\n") !=
+        std::string::npos);
   f.free(p), f.free(a);
+}
+
+TEST_CASE("allocator: out of memory for a small block says what it takes", "[allocator]") {
+  const Fixture f({.limit = 3 * kMiB, .name = "cpu"});
+  auto* a = f.allocate(2 * kMiB);
+  const std::string text = error_of([&] { f.allocate(256 * kKiB); });
+  INFO(text);
+  CHECK(
+      text.find("requested 256.0 KiB, allocated 2.0 MiB, limit 3.0 MiB, free 1.0 MiB; blocks of up "
+                "to 1.0 MiB are cut from segments of 2.0 MiB: none has room, and another does not "
+                "fit\n") != std::string::npos);
+  f.free(a);
+}
+
+TEST_CASE("allocator: a cached block is cut if that leaves split_nbytes", "[allocator]") {
+  for (const int64_t split : {kMiB, 4 * kMiB}) {
+    const Fixture f({.split_nbytes = static_cast<int64_t>(split)});
+    f.free(f.allocate(6 * kMiB));
+    auto* a = f.allocate(3 * kMiB);  // leaves 3 MiB
+    auto* b = f.allocate(3 * kMiB);
+    CHECK(f.log->total == (split <= 3 * kMiB ? 6 : 9) * kMiB);
+    f.free(a), f.free(b);
+  }
 }
 
 TEST_CASE("allocator: a device without memory left says so too", "[allocator]") {
