@@ -3,7 +3,8 @@
 //            latency and bandwidth (each unit computes for longer than it communicates, as
 //            measured in the same run)
 //   batch    one memory limit for every rank: the largest micro-batch under no_shard and full_shard
-//   memory   bytes of parameters, gradients and optimizer states a parameter, by strategy and world
+//   memory   bytes a parameter, by strategy and world: parameters, gradients and optimizer states,
+//            and what is gathered, in slots or for ever, with the buffers of reduces
 
 #include <fmt/format.h>
 
@@ -343,8 +344,9 @@ double expected_bytes(Strategy strategy, bool is_bf16, int world, int shard_size
 bool bench_memory(bool as_json) {
   if (!as_json) {
     fmt::print(
-        "memory: bytes a parameter of parameters, gradients and AdamW states on a rank (expected)\n"
-        "  strategy            dtype  {:>18}{:>18}{:>18}{:>18}\n",
+        "memory: bytes a parameter on a rank: parameters, gradients and AdamW states (expected) + "
+        "gathered units, slots and staging, of which the ring is one of 2 blocks here\n"
+        "  strategy            dtype  {:>26}{:>26}{:>26}{:>26}\n",
         "1 rank", "2 ranks", "4 ranks", "8 ranks");
   }
   bool ok = true, has_said_estimate = false;
@@ -364,7 +366,8 @@ bool bench_memory(bool as_json) {
             strategy == Strategy::kHybridShard || strategy == Strategy::kHybridShardZero2;
         const int shard_size = is_hybrid ? std::max(1, world_size / 2) : world_size;
         if (is_hybrid) work.fsdp.shard_size = shard_size;
-        double actual = 0;
+        double actual = 0, gathered = 0;
+        bool is_as_said = true;
         const int64_t begin = profiler::now_ns();
         dist::run_ranks(world_size, local_options(), [&](dist::World& world) {
           BenchTraining training = start(world, work);
@@ -377,15 +380,22 @@ bool bench_memory(bool as_json) {
                {MemoryClass::kParameters, MemoryClass::kGradients, MemoryClass::kOptimizer}) {
             nbytes += by_class[static_cast<size_t>(c)];
           }
-          actual =
-              static_cast<double>(nbytes) / static_cast<double>(training.fsdp().num_parameters());
+          const auto count = static_cast<double>(training.fsdp().num_parameters());
+          const auto gathered_nbytes = by_class[static_cast<size_t>(MemoryClass::kGathered)];
+          actual = static_cast<double>(nbytes) / count;
+          gathered = static_cast<double>(gathered_nbytes) / count;
+          const dist::MemoryPlan plan = training.fsdp().memory();
+          for (const MemoryClass c :
+               {MemoryClass::kParameters, MemoryClass::kGradients, MemoryClass::kGathered}) {
+            is_as_said = is_as_said && plan.nbytes_of(c) == by_class[static_cast<size_t>(c)];
+          }
         });
         // The first of 48, whose mean number of ranks is 15 / 4.
         if (!std::exchange(has_said_estimate, true))
           say_estimate(seconds_since(begin) * 48 * 15 / 4);
         const double expected = expected_bytes(strategy, is_bf16, world_size, shard_size);
-        ok = ok && std::abs(actual - expected) <= 0.01 * expected;
-        line += fmt::format("  {:>6.3f} ({:>6.3f})", actual, expected);
+        ok = ok && is_as_said && std::abs(actual - expected) <= 0.01 * expected;
+        line += fmt::format("  {:>6.3f} ({:>6.3f}) + {:>5.2f}", actual, expected, gathered);
         if (as_json) {
           fmt::print("{}\n", json{{"bench", "memory"},
                                   {"strategy", name_of(strategy)},
@@ -393,6 +403,7 @@ bool bench_memory(bool as_json) {
                                   {"world_size", world_size},
                                   {"shard_size", shard_size},
                                   {"bytes_per_parameter", actual},
+                                  {"gathered_bytes_per_parameter", gathered},
                                   {"expected", expected}}
                                  .dump());
         }

@@ -404,10 +404,13 @@ void check_data(const Config& config) {
 }
 
 void check_memory(const Config& config) {
-  try {
-    parse_nbytes(config.memory.limit);
-  } catch (const ConfigError& error) {
-    fail_at(config, "memory.limit", "memory.limit: {}", error.what());
+  for (const auto& [key, text] : {std::pair{"memory.limit", &config.memory.limit},
+                                  std::pair{"memory.split", &config.memory.split}}) {
+    try {
+      parse_nbytes(*text);
+    } catch (const ConfigError& error) {
+      fail_at(config, key, "{}: {}", key, error.what());
+    }
   }
 }
 
@@ -608,6 +611,12 @@ std::vector<Field> config_fields(Config& c) {
        any,
        {},
        "directory from which an export takes the tokenizer's files; set by model.from"},
+      {"model.frozen",
+       &c.model.frozen,
+       any,
+       {},
+       "parameters that are not trained, such as \"embed.*,blocks.0.*\": names, * for any "
+       "characters, separated by commas"},
       {"model.kind", &c.model.kind, any, {"gpt2", "llama", "bloom"}, "model architecture"},
       {"model.layers", &c.model.layers, {1, 10000}, {}, "number of transformer blocks"},
       {"model.heads", &c.model.heads, {1, 4096}, {}, "attention heads of a block"},
@@ -777,7 +786,7 @@ std::vector<Field> config_fields(Config& c) {
        &c.train.eval_batches,
        from(0),
        {},
-       "micro-batches of a rank in one evaluation; 0: the whole validation split"},
+       "micro-batches in one evaluation, over all ranks; 0: the whole validation split"},
       {"train.log_every",
        &c.train.log_every,
        from(1),
@@ -857,6 +866,7 @@ std::vector<Field> config_fields(Config& c) {
       {"optim.beta2", &c.optim.beta2, fraction, {}, "adamw: decay rate of the second moment"},
       {"optim.eps", &c.optim.eps, positive, {}, "adamw: epsilon"},
       {"optim.momentum", &c.optim.momentum, fraction, {}, "sgd: momentum"},
+      {"optim.nesterov", &c.optim.nesterov, any, {}, "sgd: Nesterov momentum, which looks ahead"},
       {"optim.weight_decay",
        &c.optim.weight_decay,
        not_negative,
@@ -943,6 +953,13 @@ std::vector<Field> config_fields(Config& c) {
        any,
        {"same", "f32", "bf16", "f16"},
        "dtype in which gradients travel to be summed in f32; same: precision.reduce_dtype"},
+      {"fsdp.ignored",
+       &c.fsdp.ignored,
+       any,
+       {},
+       "parameters that every rank keeps whole and nobody trains, such as \"embed.*\": names, * "
+       "for "
+       "any characters, separated by commas"},
 
       {"precision.param_dtype",
        &c.precision.param_dtype,
@@ -1009,6 +1026,18 @@ std::vector<Field> config_fields(Config& c) {
        any,
        {},
        "most memory of the device, such as \"2GiB\"; none: no limit"},
+      {"memory.split",
+       &c.memory.split,
+       any,
+       {},
+       "a cached block is cut if at least so much is left of it, else used whole: more leaves "
+       "fewer fragments and wastes more inside blocks"},
+      {"memory.empty_cache_every",
+       &c.memory.empty_cache_every,
+       from(0),
+       {},
+       "steps after which cached memory goes back to the system, which waits for the device; 0: "
+       "never"},
       {"output.dir",
        &c.output.dir,
        any,

@@ -29,6 +29,7 @@ struct ModelConfig {
   double rope_factor = 1, rope_low_freq_factor = 1, rope_high_freq_factor = 4;
   int64_t rope_original_context = 8192;
   std::string bos_ids, eos_ids, pad_ids;
+  std::string frozen;  ///< patterns of parameters that stay as they are
 };
 struct DataConfig {
   std::string text, tokens, val_tokens, tokenizer = "byte";
@@ -51,6 +52,7 @@ struct SampleConfig {
 struct OptimConfig {
   std::string name = "adamw", schedule = "cosine";
   double lr = 1e-3, final_lr = 1e-4, beta1 = 0.9, beta2 = 0.95, eps = 1e-8, weight_decay = 0.1;
+  bool nesterov = false;
   double momentum = 0.9, clip = 1.0, clip_p = 2;
   int64_t warmup_steps = 0, decay_steps = 0;
   bool stochastic_rounding = false;
@@ -61,7 +63,7 @@ struct FsdpConfig {
   std::string sync_every_micro_batch = "auto", reshard_after_forward = "auto";
   int64_t prefetch_forward = 1, prefetch_backward = 1, communicators = 2;
   std::string offload = "none";
-  std::string wire_dtype = "same";
+  std::string wire_dtype = "same", ignored;
 };
 struct PrecisionConfig {
   std::string param_dtype = "auto", reduce_dtype = "f32", output_dtype = "same";
@@ -75,7 +77,8 @@ struct RecomputeConfig {
   int64_t every_n = 2;
 };
 struct MemoryConfig {
-  std::string limit = "none";
+  std::string limit = "none", split = "1MiB";
+  int64_t empty_cache_every = 0;
 };
 struct OutputConfig {
   std::string dir = "out/run";

@@ -80,6 +80,8 @@ const std::vector<KeyCondition>& key_conditions() {
       {"optim.beta2", TESSERA_IF(c.optim.name == "adamw"), "optim.name = adamw"},
       {"optim.eps", TESSERA_IF(c.optim.name == "adamw"), "optim.name = adamw"},
       {"optim.momentum", TESSERA_IF(c.optim.name == "sgd"), "optim.name = sgd"},
+      {"optim.nesterov", TESSERA_IF(c.optim.name == "sgd" && c.optim.momentum > 0),
+       "optim.name = sgd and optim.momentum > 0"},
 
       {"fsdp.shard_size", TESSERA_IF(c.fsdp.strategy.starts_with("hybrid")),
        "fsdp.strategy = hybrid_shard or hybrid_shard_zero2"},

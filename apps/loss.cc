@@ -54,27 +54,27 @@ void include_loss(const dist::ClippedNorm& clip, const Tensor& loss) {
 
 std::optional<double> evaluate(nn::LanguageModel& model, dist::Fsdp& fsdp, dist::World& world,
                                const EvalSamples& samples, const TrainConfig& config) {
+  // The same micro-batches whatever the number of ranks: rank r takes r, r + ranks, ...
   const int64_t B = config.micro_batch, ranks = world.world_size();
-  int64_t passes = (samples.num_samples() + B * ranks - 1) / (B * ranks);
-  if (config.eval_batches > 0) passes = std::min(passes, config.eval_batches);
-  if (passes == 0) return std::nullopt;
+  int64_t batches = (samples.num_samples() + B - 1) / B;
+  if (config.eval_batches > 0) batches = std::min(batches, config.eval_batches);
+  if (batches == 0) return std::nullopt;
+  const int64_t passes = (batches + ranks - 1) / ranks;
   NoGrad no_grad;
   model.train(false);
-  Tensor total = zeros({1}, kF64);
   std::vector<Tensor> sums;
   int64_t num_valid = 0;
   for (int64_t pass = 0; pass < passes; ++pass) {
-    const Batch batch = samples.batch((pass * ranks + world.rank()) * B, B);
+    const int64_t index = pass * ranks + world.rank();
+    // A rank whose turn is beyond the last one runs padding: all ranks make the same collectives.
+    const Batch batch = samples.batch(index < batches ? index * B : samples.num_samples(), B);
     const LossSum loss = batch_loss(model, batch);
     sums.push_back(loss.sum.view({1}).to(kF64));
-    total.add_(sums.back());
     num_valid += batch.num_valid;
   }
   fsdp.end_forward();
   model.train(true);
-  const double sum =
-      config.reproducible ? sum_in_sample_order(sums, world) : world.control().sum(total.item());
-  return sum / static_cast<double>(world.control().sum(num_valid));
+  return sum_in_sample_order(sums, world) / static_cast<double>(world.control().sum(num_valid));
 }
 
 }  // namespace tessera::apps

@@ -102,6 +102,7 @@ std::string to_json(const StepMetrics& m) {
                                    {"lr", m.lr},
                                    {"tokens_per_second", m.tokens_per_second},
                                    {"peak_bytes", m.peak_bytes},
+                                   {"reserved_bytes", m.reserved_bytes},
                                    {"tokens", m.tokens},
                                    {"step_ms", m.step_ms}};
   if (m.mfu) object["mfu"] = *m.mfu;

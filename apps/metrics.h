@@ -23,6 +23,7 @@ struct StepMetrics {
   double lr = 0;
   double tokens_per_second = 0;  ///< of all ranks, over the last steps
   int64_t peak_bytes = 0;        ///< of this rank's device allocator since the start
+  int64_t reserved_bytes = 0;    ///< that it holds of the system's now, cached ones too
   int64_t tokens = 0;            ///< trained on so far
   double step_ms = 0;
   std::optional<double> mfu;         ///< model FLOPs utilization, 1 = peak

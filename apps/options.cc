@@ -1,6 +1,9 @@
 #include "apps/options.h"
 
+#include <fnmatch.h>
+
 #include <algorithm>
+#include <sstream>
 
 #include "kernels/attention/cudnn.h"
 #include "kernels/matmul/cublaslt.h"
@@ -91,8 +94,47 @@ nn::RecomputePolicy recompute_policy(const RecomputeConfig& config) {
   return {kind, config.every_n};
 }
 
-dist::FsdpOptions fsdp_options(const Config& config) {
+std::vector<std::string> matching_parameters(const Config& config, std::string_view key,
+                                             const std::string& patterns, nn::Module& model) {
+  std::vector<std::string> names;
+  std::istringstream list(patterns);
+  for (std::string pattern; std::getline(list, pattern, ',');) {
+    const size_t begin = pattern.find_first_not_of(' '), end = pattern.find_last_not_of(' ');
+    if (begin != std::string::npos) pattern = pattern.substr(begin, end - begin + 1);
+    bool is_found = false;
+    const auto parameters = model.named_parameters();
+    for (const nn::NamedParameter& p : parameters) {
+      if (::fnmatch(pattern.c_str(), p.name.c_str(), FNM_NOESCAPE) != 0) continue;
+      is_found = true;
+      if (std::find(names.begin(), names.end(), p.name) == names.end()) names.push_back(p.name);
+    }
+    TESSERA_CHECK_AS(ConfigError, is_found,
+                     "{}: {}: no parameter is called \"{}\", expected a name such as {} or {}",
+                     config.origin(key), key, pattern, parameters.front().name,
+                     parameters.back().name);
+  }
+  return names;
+}
+
+void freeze_parameters(const Config& config, nn::Module& model) {
+  for (const auto& [key, patterns] : {std::pair{"model.frozen", &config.model.frozen},
+                                      std::pair{"fsdp.ignored", &config.fsdp.ignored}}) {
+    for (const std::string& name : matching_parameters(config, key, *patterns, model)) {
+      model.parameter(name).tensor.set_requires_grad(false);
+    }
+    const auto parameters = model.named_parameters();
+    const bool is_any_left = std::any_of(
+        parameters.begin(), parameters.end(),
+        [](const nn::NamedParameter& p) { return p.parameter->tensor.requires_grad(); });
+    TESSERA_CHECK_AS(ConfigError, is_any_left,
+                     "{}: {} = {} leaves no parameter to train, expected at least one",
+                     config.origin(key), key, *patterns);
+  }
+}
+
+dist::FsdpOptions fsdp_options(const Config& config, nn::Module& model) {
   dist::FsdpOptions options;
+  options.ignored = matching_parameters(config, "fsdp.ignored", config.fsdp.ignored, model);
   options.strategy = dist::strategy_from_name(config.fsdp.strategy);
   options.shard_size = static_cast<int>(config.fsdp.shard_size);
   if (config.fsdp.wrap == "whole_model") options.wrap = dist::wrap::whole_model();
@@ -135,6 +177,7 @@ std::unique_ptr<optim::Optimizer> make_optimizer(const Config& config,
     optim::SgdOptions options;
     options.lr = lr;
     options.momentum = static_cast<float>(optim.momentum);
+    options.nesterov = optim.nesterov;
     options.weight_decay = weight_decay;
     return std::make_unique<optim::Sgd>(shards, options);
   }

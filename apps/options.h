@@ -23,7 +23,13 @@ std::unique_ptr<nn::LanguageModel> make_model(const ModelConfig& config, int64_t
 
 dist::LossScaleOptions loss_scale_options(const PrecisionConfig& config);
 nn::RecomputePolicy recompute_policy(const RecomputeConfig& config);
-dist::FsdpOptions fsdp_options(const Config& config);
+/// Full names of the parameters of `model` that the comma-separated `patterns` of `key` match.
+/// ConfigError if one matches none.
+std::vector<std::string> matching_parameters(const Config& config, std::string_view key,
+                                             const std::string& patterns, nn::Module& model);
+/// `model.frozen`, and `fsdp.ignored`, which nobody could train: before `fully_shard`.
+void freeze_parameters(const Config& config, nn::Module& model);
+dist::FsdpOptions fsdp_options(const Config& config, nn::Module& model);
 std::unique_ptr<optim::Optimizer> make_optimizer(const Config& config,
                                                  const std::vector<optim::FlatShard>& shards);
 optim::Schedule make_schedule(const Config& config);

@@ -205,7 +205,8 @@ Trainer::Trainer(const Config& config, dist::World& world, Data data, RunDir& ru
                             .results_path = config_.output.dir + "/token_check.txt"};
   token_check_.emplace(data_.files, std::move(check), world_);
   model_->set_recompute(recompute_policy(config_.recompute));
-  fsdp_ = dist::fully_shard(*model_, world_, fsdp_options(config_));
+  world_.control().verdict([&] { freeze_parameters(config_, *model_); });
+  fsdp_ = dist::fully_shard(*model_, world_, fsdp_options(config_, *model_));
   initialize_parameters();
   optimizer_ = make_optimizer(config_, fsdp_->shards());
   schedule_.emplace(make_schedule(config_));
@@ -428,7 +429,9 @@ StepMetrics Trainer::finish_step(const PendingStep& pending) {
     m.slowest_behind_ms = slowest->behind_ms;
     m.is_slow = slowest->is_persistent;
   }
-  m.peak_bytes = Context::current()->allocator()->stats().peak_allocated;
+  const AllocatorStats memory = Context::current()->allocator()->stats();
+  m.peak_bytes = memory.peak_allocated;
+  m.reserved_bytes = memory.reserved;
   if (config_.output.peak_tflops > 0) {
     m.mfu = m.tokens_per_second * model_->flops_per_token(config_.model.context) /
             (config_.output.peak_tflops * 1e12 * world_.world_size());
@@ -629,6 +632,9 @@ TrainResult Trainer::run() {
     PendingStep submitted = submit_step(step_);
     ++step_;
     next_sample_ += samples_per_step_;
+    if (config_.memory.empty_cache_every > 0 && step_ % config_.memory.empty_cache_every == 0) {
+      Context::current()->allocator()->empty_cache();
+    }
     if (pending_) finish(false, false);
     pending_ = std::move(submitted);
     const RunControl::Decision decision = control.poll(
@@ -738,6 +744,7 @@ TrainResult train(const Config& given, dist::World& world) {
     check_kernel_libraries(config, options.device.type);
     options.num_threads = world.num_threads(static_cast<int>(config.train.threads));
     options.memory_limit = parse_nbytes(config.memory.limit);
+    options.memory_split = parse_nbytes(config.memory.split);
     options.poison = config.debug.poison;
     options.order_check = config.debug.order_check;
     context = std::make_shared<Context>(options);

@@ -154,7 +154,7 @@ std::string Scheduler::advice(const OutOfMemory& oom) const {
     Estimate e;
     const bool reshards = strategy == Strategy::kFullShard || strategy == Strategy::kHybridShard;
     const bool is_whole = strategy == Strategy::kShardOptim || shard_size == 1;
-    int64_t largest[2] = {}, largest_grad[2] = {};
+    int64_t largest[2] = {}, largest_grad[2] = {}, largest_shard = 0;
     for (const auto& unit : units_) {
       int64_t gathered = 0, gradient = 0;
       for (const Group& g : unit->groups()) {
@@ -165,6 +165,7 @@ std::string Scheduler::advice(const OutOfMemory& oom) const {
           e.shards += (is_whole ? g.layout.numel : shard) * item;
         }
         if (!g.layout.is_trainable) continue;
+        largest_shard = std::max(largest_shard, shard);
         if (item < 4 && offload == Offload::kNone) e.shards += 4 * shard;
         if (offload != Offload::kParamsAndOptimizer) e.shards += 4 * shard;
         if (keeps_full_grad) e.shards += 4 * g.layout.numel;
@@ -178,6 +179,11 @@ std::string Scheduler::advice(const OutOfMemory& oom) const {
     }
     if ((reshards && shard_size > 1) || offload == Offload::kParamsAndOptimizer) {
       e.gathered += largest[0] + (ring_depth + 1) * largest[1];
+    }
+    if (offload != Offload::kNone) {  // windows of states, and of masters and gradients
+      const double parts = state_bytes + (offload == Offload::kParamsAndOptimizer ? 12 : 4);
+      e.states += kOffloadWindows * parts *
+                  static_cast<double>(std::min(options_.offload_window, largest_shard));
     }
     if (!keeps_full_grad && world_size > 1) e.gathered += largest_grad[0] + 2 * largest_grad[1];
     return e;

@@ -8,7 +8,6 @@
 namespace tessera::dist {
 namespace {
 
-constexpr int kWindows = 3;  // one comes in, one is updated, one goes out
 constexpr unsigned char kPoison = 0xff;
 
 void copy_flat(const Stream& stream, void* dst, const void* src, int64_t numel, DType dtype) {
@@ -146,7 +145,7 @@ std::vector<Offloader::Part> Offloader::parts_on_host(const optim::ShardParts& s
 
 void Offloader::reserve_windows(int64_t nbytes) {
   if (nbytes == 0 || (windows_ != nullptr && windows_->nbytes() >= nbytes)) return;
-  windows_ = make_ring(nbytes, kWindows, MemoryClass::kOptimizer);
+  windows_ = make_ring(nbytes, kOffloadWindows, MemoryClass::kOptimizer);
 }
 
 void Offloader::for_each_window(std::span<const optim::ShardParts> shards, const Update& update) {

@@ -57,6 +57,8 @@ Tensor empty_on_host(int64_t numel, DType dtype);
 
 /// Gradient shards that are on the device at a time: one is written while the other goes home.
 inline constexpr int kHostGradientSlots = 2;
+/// Windows of what the optimizer updates: one comes in, one is updated, one goes out.
+inline constexpr int kOffloadWindows = 3;
 
 /// A gradient shard whose place is in host memory; its device tensor has bytes from `bring` to
 /// `send_home` or `drop`.

@@ -59,6 +59,7 @@ std::vector<Example> examples() {
       {"optim.beta2", "0.8", kSgd, {}},
       {"optim.eps", "1e-6", kSgd, {}},
       {"optim.momentum", "0.8", {}, kSgd},
+      {"optim.nesterov", "true", {"--optim.name=sgd", "--optim.momentum=0"}, kSgd},
       {"fsdp.shard_size", "2", {}, {"--fsdp.strategy=hybrid_shard"}},
       {"fsdp.wrap_every", "3", {}, {"--fsdp.wrap=every_n_blocks"}},
       {"fsdp.min_num_params", "5", {}, {"--fsdp.wrap=min_num_params"}},

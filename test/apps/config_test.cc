@@ -266,6 +266,7 @@ TEST_CASE("config: the dump reads back as the same values, whatever they are", "
   config.checkpoint.resume = config.debug.trace = config.output.dir;
   config.train.global_batch = 0;
   config.memory.limit = "3 GiB";
+  config.memory.split = "3 MiB";
   config.optim.warmup_steps = config.optim.decay_steps = 3;
   config.optim.name = "adamw";  // which stochastic_rounding asks for
   config.optim.final_lr = config.optim.lr / 7;

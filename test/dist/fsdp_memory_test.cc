@@ -155,6 +155,7 @@ TEST_CASE("fsdp memory: where states fill it, sharding is advised in every phase
   // Offload, as it advises, fits where no sharding does not.
   Job offloaded = job;
   offloaded.fsdp.offload = dist::Offload::kParamsAndOptimizer;
+  offloaded.fsdp.offload_window = 16384;
   CHECK(out_of_memory(kWorld, offloaded, needs.at(Phase::kOptimizer) * 3 / 4) == "no error");
 }
 
