@@ -803,7 +803,10 @@ TrainResult train(const Config& given, dist::World& world) {
     Trainer trainer(config, world, std::move(data), run_dir, checkpoints, status, steps_done.get());
     set_fatal_report(fatal_report);  // only now an earlier run's status is this one's
     const TrainResult result = trainer.run();
-    if (context->order_check() != nullptr) context->order_check()->throw_if_conflicts();
+    if (context->order_check() != nullptr) {
+      context->order_check()->throw_if_conflicts();
+      if (world.rank() == 0) log_info("order check: no conflict in {} steps", result.steps);
+    }
     const bool is_short = result.steps < config.train.steps;
     // A run whose end nobody can read has failed.
     world.control().verdict([&] {

@@ -10,6 +10,7 @@
 #include "apps/run_control.h"
 #include "core/autograd.h"
 #include "dist/comm/local.h"
+#include "dist/comm/nccl.h"
 #include "kernels/attention/attention.h"
 #include "kernels/matmul/backend.h"
 #include "test/temp_dir.h"
@@ -217,6 +218,15 @@ TEST_CASE("trainer: the keys of kernels choose who computes", "[trainer]") {
   run(1, {"--train.steps=2"});
   CHECK(attention_backend() == AttentionBackend::kOwn);
   CHECK(gemm_backend() == GemmBackend::kAuto);
+}
+
+TEST_CASE("trainer: the keys of NCCL reach its communicators", "[trainer]") {
+  run(1, {"--train.steps=1", "--dist.nccl_reduce=nccl", "--dist.nccl_max_ctas=7"});
+  CHECK(dist::nccl_options().native_reduce_scatter);
+  CHECK(dist::nccl_options().max_ctas == 7);
+  run(1, {"--train.steps=1"});
+  CHECK_FALSE(dist::nccl_options().native_reduce_scatter);
+  CHECK(dist::nccl_options().max_ctas == 0);
 }
 
 TEST_CASE("trainer: in reproducible mode 2 and 4 ranks give the bits of one", "[trainer]") {
