@@ -1,0 +1,540 @@
+#!/usr/bin/env python3
+"""Random runs of the real programs: configurations x strategies x launchers x ends x resumes x exports.
+
+    random_runs.py APPS_DIR [--seconds 60] [--seed 1] [--case N] [--keep] [--mpirun PATH]
+
+Case N is drawn from its number alone, so a failure is repeated by `--case N`. Each case trains the
+same problem twice: once as `no_shard` without interruption, once under drawn settings that must not
+change a bit, through lives that end in drawn ways (by signals, by kill -9, with damage done to the
+checkpoints in between) and are resumed until the run is finished. Invariants:
+
+  * exit status and `status.json` are those that this end of a run has;
+  * losses and gradient norms of all steps are those of the reference, bit by bit;
+  * every file that the run says is there can be read: checkpoints verify, exports and samples work;
+  * what is not ours in the directory is untouched; nothing stays in shared memory; no process stays.
+
+Prints a line for each failure, with the command lines, and at the end how many cases ran.
+"""
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+
+TIMEOUT = 240  # seconds a life; a machine may be busy
+STRATEGIES = ["full_shard", "shard_grad_op", "shard_optim", "no_shard", "hybrid_shard",
+              "hybrid_shard_zero2"]
+
+
+class Failure(Exception):
+    pass
+
+
+def check(condition, text):
+    if not condition:
+        raise Failure(text)
+
+
+class Draw(random.Random):
+    """Draws; `maybe` says yes with a probability."""
+
+    def maybe(self, p=0.5):
+        return self.random() < p
+
+
+def shared_memory():
+    try:
+        return {name for name in os.listdir("/dev/shm") if name.startswith("tessera")}
+    except OSError:
+        return set()
+
+
+def write_shard(path, tokens, wide):
+    header = [0] * 256
+    header[:3] = [20240801, 7, len(tokens)] if wide else [20240520, 1, len(tokens)]
+    with open(path, "wb") as file:
+        file.write(struct.pack("<256i", *header))
+        file.write(struct.pack(f"<{len(tokens)}{'I' if wide else 'H'}", *tokens))
+
+
+class Case:
+    def __init__(self, options, number):
+        self.options = options
+        self.number = number
+        self.draw = Draw(number)
+        self.dir = tempfile.mkdtemp(prefix="tessera-random-")
+        self.log = []  # command lines
+        self.before = shared_memory()
+        self.problem = self.draw_problem()
+        self.free = self.draw_free()
+
+    # What is trained: the same in the reference.
+    def draw_problem(self):
+        d = self.draw
+        self.ranks = d.choice([1, 1, 2, 2, 3, 4])
+        keys = {"device": "cpu", "train.threads": 1, "train.log_every": 100000,
+                "dist.timeout": 120}
+        kind = d.choice(["llama", "gpt2", "bloom"])
+        heads = d.choice([1, 2, 4])
+        keys |= {"model.kind": kind, "model.heads": heads,
+                 "model.width": heads * d.choice([4, 8, 12]), "model.layers": d.randint(1, 5),
+                 "model.context": d.choice([4, 8, 15]), "model.tied": str(d.maybe(0.7)).lower()}
+        if kind == "llama":
+            if heads > 1 and d.maybe(0.3):
+                keys["model.kv_heads"] = 1
+            if d.maybe(0.3):
+                keys["model.qk_norm"] = "true"
+            if d.maybe(0.3):
+                keys["model.rope_theta"] = 500.0
+        elif d.maybe(0.3):
+            keys["model.dropout"] = 0.1
+        self.steps = d.randint(4, 16)
+        keys |= {"train.steps": self.steps, "train.seed": d.randint(1, 10**6),
+                 "train.micro_batch": d.choice([1, 2, 3])}
+        self.accum = d.choice([1, 1, 2, 3])
+        keys["train.grad_accum_steps"] = self.accum
+        self.is_text = d.maybe(0.5)
+        if self.is_text:
+            words = ["alpha", "beta", "gamma", "delta\n", "one", "two", "three.\n"]
+            path = os.path.join(self.dir, "text.txt")
+            with open(path, "w") as file:
+                file.write(" ".join(d.choice(words) for _ in range(800)))
+            keys["data.text"] = path
+            if d.maybe(0.4):
+                keys["data.tokenizer"] = "char"
+        else:
+            vocab = d.choice([17, 256, 1031])
+            wide = d.maybe(0.3)
+            for i in range(d.randint(1, 3)):
+                write_shard(os.path.join(self.dir, f"data_{i}.bin"),
+                            [d.randrange(vocab) for _ in range(d.randint(900, 2500))], wide)
+            keys |= {"data.tokens": os.path.join(self.dir, "data_*.bin"), "model.vocab": vocab}
+            if d.maybe(0.3):
+                keys["data.separator"] = d.randrange(vocab)
+                if d.maybe():
+                    keys["data.restart_positions"] = "true"
+        keys["data.val_fraction"] = d.choice([0.1, 0.3])
+        if d.maybe(0.5):
+            keys["train.eval_every"] = d.randint(1, 5)
+        keys["optim.schedule"] = "constant"  # so that a longer run begins with the shorter one
+        keys["optim.lr"] = keys["optim.final_lr"] = d.choice([0.001, 0.01, 0.03])
+        if d.maybe(0.3):
+            keys |= {"optim.name": "sgd", "optim.momentum": d.choice([0.0, 0.9])}
+        if d.maybe(0.3):
+            keys["optim.warmup_steps"] = d.randint(1, 3)
+        if d.maybe(0.3):
+            keys["optim.clip"] = d.choice([0.05, 0.5])
+        precision = d.choice(["f32", "f32", "bf16", "f16"])
+        keys["precision.param_dtype"] = precision
+        if precision != "f32":
+            keys["guard.max_skips"] = 1000
+            if d.maybe(0.3):
+                keys["precision.norm_fp32"] = "true"
+            if d.maybe(0.3):
+                keys["precision.reduce_dtype"] = precision
+            if precision == "bf16" and "optim.name" not in keys and d.maybe(0.3):
+                keys["optim.stochastic_rounding"] = "true"
+        # Sums are the same under every strategy where gradients travel at the same times; what
+        # shards nothing on one rank leaves that choice to itself.
+        self.sync = d.choice(["true", "false"])
+        keys["fsdp.sync_every_micro_batch"] = self.sync
+        if self.ranks in (1, 2, 4) and self.sync == "true" and d.maybe(0.2):
+            keys["train.reproducible"] = "true"
+            keys["train.global_batch"] = keys["train.micro_batch"] * 4 * self.accum
+            del keys["train.grad_accum_steps"]
+        return keys
+
+    # What must not change a bit.
+    def draw_free(self):
+        d = self.draw
+        keys = {}
+        strategies = [s for s in STRATEGIES if self.fits(s)]
+        keys["fsdp.strategy"] = strategy = d.choice(strategies)
+        if strategy.startswith("hybrid"):
+            keys["fsdp.shard_size"] = 2
+        keys["fsdp.prefetch_forward"] = d.choice([0, 1, 2, 5])
+        keys["fsdp.prefetch_backward"] = d.choice([0, 1, 2, 5])
+        keys["fsdp.communicators"] = d.choice([1, 2])
+        keys["fsdp.offload"] = d.choice(["none", "none", "optimizer", "params_and_optimizer"])
+        keys["recompute.policy"] = d.choice(["none", "full", "every_n", "selective"])
+        if keys["recompute.policy"] == "every_n":
+            keys["recompute.every_n"] = d.choice([2, 3])
+        keys["debug.order_check"] = str(d.maybe(0.5)).lower()
+        keys["debug.poison"] = str(d.maybe(0.5)).lower()
+        if d.maybe(0.7):
+            keys["checkpoint.every"] = d.randint(1, 4)
+            keys["checkpoint.keep"] = d.choice([1, 2, 5])
+            keys["checkpoint.best"] = str(d.maybe()).lower()
+        return keys
+
+    def fits(self, strategy):
+        if strategy.startswith("hybrid"):
+            return self.ranks == 4 and self.sync == "true"
+        if strategy == "shard_optim":
+            return self.sync == "false" or self.accum == 1 and "train.global_batch" not in self.problem
+        return True
+
+    # Running.
+    def launch(self, keys, ranks=None, extra_env=None, closed=()):
+        ranks = ranks or self.ranks
+        command = [os.path.join(self.options.apps, "tessera-train")]
+        command += [f"--{k}={v}" for k, v in keys.items()]
+        if ranks > 1:
+            command = self.mpirun(ranks) + command
+        self.log.append(" ".join(command))
+        env = dict(os.environ, OMP_WAIT_POLICY="passive", OMPI_ALLOW_RUN_AS_ROOT="1",
+                   OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1", **(extra_env or {}))
+        if closed:
+            redirections = " ".join(f"{fd}>&-" for fd in closed)
+            command = ["bash", "-c", f'exec "$@" {redirections}', "_"] + command
+        self.output = open(os.path.join(self.dir, f"life{len(self.log)}.log"), "w+")
+        return subprocess.Popen(command, stdout=self.output, stderr=subprocess.STDOUT, env=env,
+                                start_new_session=True)
+
+    def mpirun(self, ranks):
+        return [self.options.mpirun, "--oversubscribe", "--bind-to", "none", "-n", str(ranks)]
+
+    def finish(self, process):
+        try:
+            status = process.wait(TIMEOUT)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            raise Failure(f"no end after {TIMEOUT} s: {self.text()[-2000:]}")
+        return status
+
+    def text(self):
+        self.output.flush()
+        with open(self.output.name, errors="replace") as file:
+            return file.read()
+
+    def tool(self, name, *arguments):
+        command = [os.path.join(self.options.apps, name), *arguments]
+        self.log.append(" ".join(command))
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace",
+                              timeout=TIMEOUT, stdin=subprocess.DEVNULL)
+        return done.returncode, done.stdout + done.stderr
+
+    @staticmethod
+    def metrics(path):
+        steps = {}
+        try:
+            with open(os.path.join(path, "metrics.jsonl")) as file:
+                lines = file.read().splitlines()
+        except FileNotFoundError:
+            return steps
+        for line in lines:
+            step = json.loads(line)
+            steps[step["step"]] = (repr(step["loss"]), repr(step["grad_norm"]),
+                                   repr(step.get("val_loss")))
+        return steps
+
+    @staticmethod
+    def status(path):
+        try:
+            with open(os.path.join(path, "status.json")) as file:
+                return json.load(file)
+        except FileNotFoundError:
+            return {"state": "none"}
+
+    def checkpoints(self, path):
+        return sorted(name for name in os.listdir(path) if name.startswith("step-")
+                      and os.path.exists(os.path.join(path, name, "manifest.json")))
+
+    def ranks_of(self, process):
+        """Process ids of the ranks that have started."""
+        try:
+            if self.ranks == 1:
+                return [process.pid]
+            found = subprocess.run(["pgrep", "-P", str(process.pid), "tessera-train"],
+                                   capture_output=True, text=True)
+            return [int(pid) for pid in found.stdout.split()]
+        except OSError:
+            return []
+
+    def wait_for(self, process, out, steps):
+        """Until the run has shown that many steps; False if it ended before."""
+        while process.poll() is None:
+            try:
+                with open(os.path.join(out, "metrics.jsonl")) as file:
+                    if file.read().count("\n") >= steps:
+                        return True
+            except FileNotFoundError:
+                pass
+            time.sleep(0.005)
+        return False
+
+    # Ends of a life. Each returns the states and whether status 0 is one of those that may follow.
+    def end_plainly(self, process, out):
+        return {"finished"}, "zero"
+
+    def end_by_request(self, process, out):
+        """A signal that asks for a checkpoint and an end."""
+        how = self.draw.choice(["rank", "rank", "launcher"])
+        number = self.draw.choice([signal.SIGTERM, signal.SIGUSR1])
+        if not self.wait_for(process, out, self.draw.randint(1, 3)):
+            return {"finished"}, "zero"
+        if how == "launcher" and self.ranks > 1:
+            self.send(process.pid, signal.SIGUSR1)
+        else:
+            pids = self.ranks_of(process)
+            if pids:
+                self.send(self.draw.choice(pids), number)
+        return {"finished", "preempted"}, "zero"
+
+    def end_by_interrupt(self, process, out):
+        """What a terminal sends to all of its foreground processes."""
+        if not self.wait_for(process, out, self.draw.randint(1, 3)):
+            return {"finished"}, "zero"
+        number = self.draw.choice([signal.SIGINT, signal.SIGHUP] if self.ranks == 1 else
+                                  [signal.SIGINT])
+        try:
+            os.killpg(process.pid, number)
+        except ProcessLookupError:
+            pass
+        # mpirun leaves its ranks about a second.
+        return {"finished", "preempted", "failed"}, "zero" if self.ranks == 1 else "any"
+
+    def end_by_kill(self, process, out):
+        """kill -9 to a rank or the launcher at any moment, from before the first step on."""
+        time.sleep(self.draw.uniform(0, 1.5))
+        pids = self.ranks_of(process)
+        victim = self.draw.choice(pids + [process.pid])
+        self.send(victim, signal.SIGKILL)
+        return {"finished", "failed", "running", "none", "preempted"}, "any"
+
+    @staticmethod
+    def send(pid, number):
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            pass
+
+    # What happens between two lives.
+    def damage(self, out):
+        """One byte of a file of the newest of several checkpoints."""
+        whole = self.checkpoints(out)
+        if len(whole) < 2:
+            return
+        folder = os.path.join(out, whole[-1])
+        path = os.path.join(folder, self.draw.choice(sorted(os.listdir(folder))))
+        with open(path, "r+b") as file:
+            size = os.path.getsize(path)
+            place = self.draw.randrange(size)
+            file.seek(place)
+            byte = file.read(1)[0]
+            file.seek(place)
+            file.write(bytes([byte ^ (1 << self.draw.randrange(8))]))
+        self.log.append(f"# flipped a bit of byte {place} of {path}")
+
+    def second_run(self, keys):
+        """Another run into the same directory, with other settings and no wish to resume."""
+        other = dict(keys)
+        other.pop("checkpoint.resume", None)
+        other |= {"train.seed": keys["train.seed"] + 1, "train.steps": 2}
+        before = self.files(keys["output.dir"])
+        status = self.finish(self.launch(other, ranks=1))
+        check(status == 2, f"a second run into the directory: status {status}: {self.text()[-500:]}")
+        changed = {name for name, data in self.files(keys["output.dir"]).items()
+                   if before.get(name) != data and not name.endswith(".lock")}
+        check(not changed, f"a second run into the directory changed {sorted(changed)}")
+
+    @staticmethod
+    def files(path):
+        contents = {}
+        for folder, _, names in os.walk(path):
+            for name in names:
+                full = os.path.join(folder, name)
+                try:
+                    with open(full, "rb") as file:
+                        contents[os.path.relpath(full, path)] = file.read()
+                except OSError:
+                    pass
+        return contents
+
+    def plant_foreign(self, out):
+        """Files of the user in the directory of the run, with names that could be ours."""
+        os.makedirs(os.path.join(out, "step-00000003.mine"), exist_ok=True)
+        os.makedirs(os.path.join(out, "step-0000000"), exist_ok=True)
+        foreign = {"notes.txt": b"precious", "step-00000003.mine/a": b"mine",
+                   "step-0000000/b": b"mine too", "model.safetensors.old": b"old"}
+        for name, data in foreign.items():
+            with open(os.path.join(out, name), "wb") as file:
+                file.write(data)
+        return foreign
+
+    # Runs of a case.
+    def reference(self):
+        keys = self.problem | {"fsdp.strategy": "no_shard",
+                               "output.dir": os.path.join(self.dir, "reference")}
+        process = self.launch(keys)
+        status = self.finish(process)
+        check(status == 0, f"reference: status {status}: {self.text()[-2000:]}")
+        steps = self.metrics(keys["output.dir"])
+        check(len(steps) == self.steps, f"reference: {len(steps)} steps of {self.steps}")
+        return steps
+
+    def compare(self, steps, expected, what):
+        for step, values in sorted(steps.items()):
+            # A run that ends or goes on at a step may evaluate there, and the reference not.
+            compared = 3 if values[2] != "None" and expected[step][2] != "None" else 2
+            check(values[:compared] == expected[step][:compared],
+                  f"{what}: step {step} has loss, norm, val_loss {values}, the reference "
+                  f"{expected[step]}")
+
+    def lives(self, expected):
+        d = self.draw
+        out = os.path.join(self.dir, "out")
+        keys = self.problem | self.free | {"output.dir": out, "checkpoint.resume": "auto"}
+        foreign = {}
+        if d.maybe(0.3):
+            os.makedirs(out)
+            foreign = self.plant_foreign(out)
+        ends = [d.choice([self.end_by_request, self.end_by_request, self.end_by_interrupt,
+                          self.end_by_kill]) for _ in range(d.choice([0, 1, 1, 2]))]
+        closed = d.choice([(), (), (1,), (2,), (0, 1, 2)]) if self.ranks == 1 else ()
+        for life, end in enumerate(ends + [self.end_plainly]):
+            process = self.launch(keys, closed=closed)
+            states, zero = end(process, out)
+            status = self.finish(process)
+            state = self.status(out)["state"]
+            where = f"after {end.__name__}: status {status}, state {state}"
+            check(zero != "zero" or status == 0, f"{where}: {self.text()[-2000:]}")
+            check(state in states, f"{where}, expected one of {sorted(states)}: {self.text()[-1500:]}")
+            self.compare(self.metrics(out), expected, where)
+            if end == self.end_by_kill:
+                subprocess.run(["pkill", "-KILL", "-f", out], check=False)
+            elif life < len(ends) and d.maybe(0.3):
+                self.damage(out)
+        steps = self.metrics(out)
+        check(sorted(steps) == list(range(1, self.steps + 1)), f"the run has steps {sorted(steps)}")
+        if d.maybe(0.3):
+            self.second_run(keys)
+        for name, data in foreign.items():
+            check(self.files(out).get(name) == data, f"{name}, which is the user's, has changed")
+        return keys
+
+    def tools(self, out):
+        code, text = self.tool("tessera-checkpoint", "verify", out)
+        check(code == 0, f"verify: status {code}: {text[-800:]}")
+        code, text = self.tool("tessera-checkpoint", "inspect", out)
+        check(code == 0, f"inspect: status {code}: {text[-800:]}")
+        for form in ("hf", "tessera"):
+            target = os.path.join(self.dir, form)
+            arguments = ["export", out, target] + (["--format=tessera"] if form == "tessera" else [])
+            code, text = self.tool("tessera-checkpoint", *arguments)
+            check(code == 0, f"export as {form}: status {code}: {text[-800:]}")
+            check(os.path.exists(os.path.join(target, "model.safetensors")), "no exported weights")
+        if self.is_text:
+            prompt = "al"
+            code, text = self.tool("tessera-generate", "--checkpoint", out, "--prompt", prompt,
+                                   "--tokens", "5", "--temperature", "0")
+            check(code == 0, f"generate: status {code}: {text[-800:]}")
+
+    def wrong(self, keys):
+        """A run that must be refused, with its status and a text; nothing is written over."""
+        d = self.draw
+        out = os.path.join(self.dir, "wrong")
+        keys = dict(keys) | {"output.dir": out}
+        keys.pop("checkpoint.resume")
+        kind = d.choice(["ranks", "token", "data", "key"])
+        if kind == "ranks" and self.ranks > 1:
+            key, value = d.choice([("optim.lr", 0.5), ("train.seed", 99), ("optim.beta2", 0.5),
+                                   ("guard.max_spikes", 7), ("model.norm_eps", 0.1)])
+            program = [os.path.join(self.options.apps, "tessera-train")]
+            program += [f"--{k}={v}" for k, v in keys.items()]
+            command = self.mpirun(1) + program + [":", "-n", str(self.ranks - 1)] + program
+            command.append(f"--{key}={value}")
+            self.log.append(" ".join(command))
+            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT,
+                                  env=dict(os.environ, OMPI_ALLOW_RUN_AS_ROOT="1",
+                                           OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1"))
+            check(done.returncode == 2 and key in done.stderr,
+                  f"ranks with another {key}: status {done.returncode}: {done.stderr[-800:]}")
+        elif kind == "token" and not self.is_text:
+            path = os.path.join(self.dir, "data_0.bin")
+            with open(path, "r+b") as file:
+                file.seek(-2 if os.path.getsize(path) % 4 else -4, os.SEEK_END)
+                file.write(b"\xff\x7f")
+            status = self.finish(self.launch(keys))
+            check(status == 3, f"a token outside the vocabulary: status {status}")
+            check(not self.metrics(out), "a token outside the vocabulary: steps were made")
+        elif kind == "data":
+            name = "data.text" if self.is_text else "data.tokens"
+            status = self.finish(self.launch(keys | {name: os.path.join(self.dir, "absent")}))
+            check(status == 3, f"absent data: status {status}")
+        else:
+            status = self.finish(self.launch(keys | {"optim.lrr": 0.1}))
+            check(status == 2 and "optim.lr" in self.text(), f"an unknown key: status {status}")
+
+    def longer(self, keys):
+        """More steps than it was begun with: on from the end, never from the start."""
+        more = 3
+        reference = self.problem | {"fsdp.strategy": "no_shard", "train.steps": self.steps + more,
+                                    "output.dir": os.path.join(self.dir, "longer-reference")}
+        status = self.finish(self.launch(reference))
+        check(status == 0, f"longer reference: status {status}")
+        expected = self.metrics(reference["output.dir"])
+        status = self.finish(self.launch(keys | {"train.steps": self.steps + more}))
+        check(status == 0, f"a longer run: status {status}: {self.text()[-1500:]}")
+        steps = self.metrics(keys["output.dir"])
+        check(len(steps) == self.steps + more, f"a longer run has {len(steps)} steps")
+        self.compare(steps, expected, "a longer run")
+
+    def run(self):
+        expected = self.reference()
+        keys = self.lives(expected)
+        if self.draw.maybe(0.5):
+            self.tools(keys["output.dir"])
+        if self.draw.maybe(0.25):
+            self.longer(keys)
+        if self.draw.maybe(0.4):
+            self.wrong(keys)
+        deadline = time.monotonic() + 5  # of ranks that were killed
+        while shared_memory() - self.before and time.monotonic() < deadline:
+            time.sleep(0.1)
+        left = shared_memory() - self.before
+        check(not left, f"in shared memory: {sorted(left)}")
+        stray = subprocess.run(["pgrep", "-f", self.dir], capture_output=True, text=True).stdout
+        check(not stray.split(), f"processes that stay: {stray.split()}")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("apps", help="the directory of the programs")
+    parser.add_argument("--seconds", type=float, default=60, help="begin no case after so long")
+    parser.add_argument("--seed", type=int, default=1, help="the number of the first case")
+    parser.add_argument("--case", type=int, help="this case only")
+    parser.add_argument("--keep", action="store_true", help="keep the files of failed cases")
+    parser.add_argument("--mpirun", default="mpirun")
+    options = parser.parse_args()
+    options.apps = os.path.abspath(options.apps)
+    start, number, failures = time.monotonic(), options.case or options.seed, 0
+    first = number
+    while number == first or (options.case is None and
+                              time.monotonic() - start < options.seconds):
+        case = Case(options, number)
+        try:
+            case.run()
+        except (Failure, subprocess.TimeoutExpired, json.JSONDecodeError) as failure:
+            failures += 1
+            print(f"FAILED case {number}: {failure}", flush=True)
+            for line in case.log:
+                print(f"  {line}")
+            if options.keep:
+                print(f"  files: {case.dir}")
+        if not (failures and options.keep):
+            shutil.rmtree(case.dir, ignore_errors=True)
+        number += 1
+    print(f"{number - first} cases from {first} on, {failures} failures")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

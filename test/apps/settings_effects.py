@@ -1,0 +1,588 @@
+#!/usr/bin/env python3
+"""Each key of the settings does something: set to another value, it is seen in what a run does.
+
+    settings_effects.py APPS_DIR [--only TEXT] [--mpirun PATH]
+
+For every row of `tessera-train --help` there is a row here: a run that it is added to, a value and
+what must be seen of it in losses, in the tasks of the streams (the timeline), in memory, files or
+exit status; the resolved configuration does not count. Where a key may not change numbers, losses
+and norms must be the same bits. A key without a row, or a row without its key, fails.
+"""
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+
+TIMEOUT = 240
+
+
+class Result:
+    """What one run did."""
+
+    def __init__(self, directory, status, text, seconds, num_threads, cpus):
+        self.dir, self.status, self.text, self.seconds = directory, status, text, seconds
+        self.num_threads, self.cpus = num_threads, cpus
+        self.steps = self.read_steps(os.path.join(directory, "out"))
+        self.streams = self.read_trace(os.path.join(directory, "trace.json"))
+
+    @staticmethod
+    def read_steps(out):
+        try:
+            with open(os.path.join(out, "metrics.jsonl")) as file:
+                return [json.loads(line) for line in file]
+        except FileNotFoundError:
+            return []
+
+    @staticmethod
+    def read_trace(path):
+        """Names of the tasks of each stream, in order."""
+        try:
+            with open(path) as file:
+                events = json.load(file)
+        except FileNotFoundError:
+            return {}
+        events = events["traceEvents"] if isinstance(events, dict) else events
+        names = {e["tid"]: e["args"]["name"] for e in events
+                 if e["ph"] == "M" and e["name"] == "thread_name"}
+        streams = {name: [] for name in names.values()}
+        for event in events:
+            if event["ph"] == "X":
+                streams[names[event["tid"]]].append(event["name"])
+        return streams
+
+    def numbers(self):
+        return [(repr(s["loss"]), repr(s["grad_norm"])) for s in self.steps]
+
+    def values(self, name):
+        return [s.get(name) for s in self.steps]
+
+    def count(self, task):
+        return sum(names.count(task) for names in self.streams.values())
+
+    def tree(self):
+        """The module tree and the summary of the units: from the model, not the configuration."""
+        at = self.text.find("\n(")
+        lines = [line for line in self.text.splitlines() if re.match(r" *\(", line) or
+                 " parameters" in line or "units, " in line or "data: " in line]
+        return "\n".join(lines) if at >= -1 else ""
+
+    def files(self):
+        found = set()
+        for folder, _, names in os.walk(self.dir):
+            found |= {os.path.relpath(os.path.join(folder, name), self.dir) for name in names}
+        return found
+
+    def saved_steps(self):
+        return sorted(int(m[1]) for f in self.files()
+                      if (m := re.fullmatch(r"out/step-(\d+)/manifest\.json", f)))
+
+    def sample(self):
+        return self.text.split("sample:\n", 1)[1] if "sample:\n" in self.text else None
+
+
+class Runs:
+    def __init__(self, options):
+        self.options = options
+        self.apps = os.path.abspath(options.apps)
+        self.dir = tempfile.mkdtemp(prefix="tessera-settings-")
+        self.results = {}
+        self.text = self.write("text.txt", "".join(
+            f"line {i * i} of a text that is easy to learn\n" for i in range(80)))
+        self.other_text = self.write("other.txt", "".join(
+            f"{i % 7} another text, which has nothing of the first\n" for i in range(80)))
+        self.shard("a.bin", [i * i % 61 for i in range(3000)])
+        self.shard("b.bin", [i * 7 % 61 for i in range(900)])
+        self.paths = {"TEXT": self.text, "OTHER": self.other_text, "A": self.path("a.bin"),
+                      "B": self.path("b.bin"), "HF": self.path("hf"), "RUN": self.path("run0/out")}
+
+    def path(self, name):
+        return os.path.join(self.dir, name)
+
+    def write(self, name, text):
+        with open(self.path(name), "w") as file:
+            file.write(text)
+        return self.path(name)
+
+    def shard(self, name, tokens):
+        with open(self.path(name), "wb") as file:
+            file.write(struct.pack("<256i", 20240520, 1, len(tokens), *[0] * 253))
+            file.write(struct.pack(f"<{len(tokens)}H", *tokens))
+
+    def run(self, keys, ranks=1, watch=False, stop=False):
+        """The run of these keys, made once."""
+        name = json.dumps([sorted((k, str(v)) for k, v in keys.items()), ranks, watch, stop])
+        if name not in self.results:
+            directory = self.path(f"run{len(self.results)}")
+            os.makedirs(directory)
+            self.results[name] = self.start(dict(keys), ranks, directory, watch, stop)
+        return self.results[name]
+
+    def start(self, keys, ranks, directory, watch, stop):
+        keys.setdefault("output.dir", os.path.join(directory, "out"))
+        keys.setdefault("debug.trace", os.path.join(directory, "trace.json"))
+        command = [os.path.join(self.apps, "tessera-train")]
+        for key, value in keys.items():
+            value = re.sub(r"@(\w+)@", lambda m: self.paths[m[1]], str(value))
+            value = value.replace("@DIR", directory)
+            if value != "UNSET":
+                command.append(f"--{key}={value}")
+        if ranks > 1:
+            command = [self.options.mpirun, "--oversubscribe", "--bind-to", "none", "-n",
+                       str(ranks)] + command
+        env = dict(os.environ, OMP_WAIT_POLICY="passive", OMPI_ALLOW_RUN_AS_ROOT="1",
+                   OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
+        log = os.path.join(directory, "log")
+        start = time.monotonic()
+        with open(log, "w") as output:
+            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env)
+        num_threads, cpus, seen, nbytes = 0, set(), [], 0  # seen: when steps were written
+        metrics = os.path.join(directory, "out/metrics.jsonl")
+        while process.poll() is None and time.monotonic() - start < TIMEOUT:
+            if watch:
+                try:
+                    tasks = os.listdir(f"/proc/{process.pid}/task")
+                    num_threads = max(num_threads, len(tasks))
+                    for task in tasks:
+                        with open(f"/proc/{process.pid}/task/{task}/status") as file:
+                            cpus.add(re.search(r"Cpus_allowed_list:\s*(\S+)", file.read())[1])
+                    if os.path.getsize(metrics) > nbytes:
+                        nbytes = os.path.getsize(metrics)
+                        seen.append(time.monotonic())
+                except (OSError, TypeError):
+                    pass
+            if stop:
+                found = subprocess.run(["pgrep", "-P", str(process.pid), "tessera-train"],
+                                       capture_output=True, text=True).stdout.split()
+                if len(found) == ranks and os.path.exists(metrics):
+                    os.kill(int(found[-1]), signal.SIGSTOP)
+                    stop = False
+            time.sleep(0.002 if watch else 0.01)
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+        with open(log, errors="replace") as file:
+            result = Result(directory, process.returncode, file.read(), time.monotonic() - start,
+                            num_threads, cpus)
+        result.step_seconds = seen[-1] - seen[0] if seen else 0
+        return result
+
+    def tool(self, name, *arguments):
+        return subprocess.run([os.path.join(self.apps, name), *arguments], capture_output=True,
+                              text=True, timeout=TIMEOUT)
+
+
+# The run that rows add to. Its first run is run0.
+BASE = {"device": "cpu", "data.text": "@TEXT@", "model.layers": 2, "model.heads": 2,
+        "model.width": 16, "model.context": 8, "train.steps": 4, "train.micro_batch": 2,
+        "train.threads": 1, "optim.lr": 0.01, "optim.schedule": "constant", "optim.final_lr": 0.01,
+        "debug.trace_from": 2, "debug.trace_steps": 2}
+GPT2 = {"model.kind": "gpt2"}
+TOKENS = {"data.text": "UNSET", "data.tokens": "@A@", "model.vocab": 61}
+BF16 = {"precision.param_dtype": "bf16"}
+F16 = {"precision.param_dtype": "f16", "guard.max_skips": 100}
+SAMPLE = {"sample.tokens": 12, "sample.prompt": "line "}
+NAN = {"debug.nan_step": 3, "guard.max_skips": 1}
+SPIKE = {"guard.spike": "skip", "guard.spike_window": 2, "guard.spike_z": 1e-3,
+         "train.steps": 12, "optim.lr": 1.0, "optim.final_lr": 1.0, "guard.max_spikes": 100}
+SAVES = {"checkpoint.every": 1, "train.steps": 6, "checkpoint.best": "false"}
+SCALED = {"model.rope_scaling": "llama3", "model.rope_factor": 8.0,
+          "model.rope_original_context": 16}
+
+
+# What is seen, of the run without the key (a) and with it (b).
+def other_numbers(a, b):
+    return a.numbers() != b.numbers() and len(b.numbers()) > 0
+
+
+def other_last(a, b):
+    """The first step is the same."""
+    return a.numbers()[0] == b.numbers()[0] and a.numbers()[-1] != b.numbers()[-1]
+
+
+def other_tree(a, b):
+    return a.tree() != b.tree() and b.status == 0
+
+
+def other_streams(*names):
+    return lambda a, b: all(a.streams.get(n) != b.streams.get(n) for n in names) and b.status == 0
+
+
+def both(*checks):
+    return lambda a, b: all(check(a, b) for check in checks)
+
+
+def exits_with(status):
+    return lambda a, b: b.status == status
+
+
+def more(task, times):
+    return lambda a, b: b.count(task) == times * a.count(task) > 0
+
+
+def tokens_per_step(n):
+    return lambda a, b: b.values("tokens")[0] == n != a.values("tokens")[0]
+
+
+def lrs(*expected):
+    return lambda a, b: all(abs(x - y) <= 1e-6 * abs(y) + 1e-12
+                            for x, y in zip(b.values("lr"), expected, strict=True))
+
+
+def val_steps(*expected):
+    return lambda a, b: [s["step"] for s in b.steps if "val_loss" in s] == list(expected)
+
+
+def reduces(n):
+    """Tasks that reduce a block, in two steps of the timeline."""
+    return lambda a, b: b.streams["reduce_scatter"].count("reduce_scatter blocks.0") == n
+
+
+def gathers(n):
+    return lambda a, b: b.streams["all_gather"].count("all_gather blocks.0") == n
+
+
+def export_has(name, value):
+    def seen(a, b):
+        folder = os.path.join(b.dir, "hf")
+        done = RUNS.tool("tessera-checkpoint", "export", os.path.join(b.dir, "out"), folder)
+        if done.returncode != 0:
+            print(done.stderr)
+            return False
+        with open(os.path.join(folder, "config.json")) as file:
+            return json.load(file)[name] == value
+    return seen
+
+
+def flops_per_token(layers, width, ffn, context, vocab):
+    """Forward and backward of the tied Llama of BASE: 6 a weight of a matrix, and for attention 12 C T
+    a layer (Chowdhery et al. 2022, appendix B), of which a causal mask leaves half."""
+    matrices = layers * (4 * width * width + 3 * width * ffn) + vocab * width
+    return 6 * matrices + 6 * layers * width * context
+
+
+def mfu_is_right(a, b):
+    flops = flops_per_token(2, 16, 64, 8, 256)
+    return all(abs(s["mfu"] - s["tokens_per_second"] * flops / 1e9) <= 1e-6 * s["mfu"]
+               for s in b.steps)
+
+
+def peak_is_right(a, b):
+    """A limit at the peak that was said is enough, and one well below is not: segments are 2 MiB."""
+    peak = max(a.values("peak_bytes"))
+    enough = RUNS.run(BASE | WIDE | {"memory.limit": f"{peak + (8 << 20)}B"})
+    return enough.status == 0 and b.status == 1 and "out of memory" in b.text
+
+
+WIDE = {"model.width": 256, "model.layers": 4}
+
+
+class Row:
+    def __init__(self, key, value, sees, base=None, ranks=1, same=False, **how):
+        self.key, self.value, self.sees, self.base = key, value, sees, base or {}
+        self.ranks, self.same, self.how = ranks, same, how
+
+
+ROWS = [
+    Row("device", "cuda", lambda a, b: b.status != 0 or "cuda" in b.text),
+    Row("model.from", "@HF@", other_numbers, TOKENS | {"model.layers": "UNSET", "model.heads": "UNSET",
+                                                       "model.width": "UNSET", "model.vocab": "UNSET"}),
+    Row("model.kind", "bloom", both(other_numbers, lambda a, b: b.count("layer_norm_fwd") > 0)),
+    Row("model.layers", 3, lambda a, b: b.count("attention_fwd") * 2 == a.count("attention_fwd") * 3),
+    Row("model.heads", 4, both(other_numbers, lambda a, b: "(4 heads of 4" in b.tree())),
+    Row("model.kv_heads", 1, both(other_numbers, other_tree)),
+    Row("model.head_width", 16, both(other_numbers, lambda a, b: "(2 heads of 16" in b.tree())),
+    Row("model.width", 32, both(other_numbers, other_tree)),
+    Row("model.ffn", 96, both(other_numbers, lambda a, b: "Linear(96 -> 16" in b.tree())),
+    Row("model.context", 12, tokens_per_step(24)),
+    Row("model.max_positions", 32, both(lambda a, b: "[32, 16]" in b.tree(),
+                                        export_has("n_positions", 32)), GPT2),
+    Row("model.vocab", 300, lambda a, b: "[300, 16]" in b.tree()),
+    Row("model.tied", "false", both(other_numbers, lambda a, b: "tied)" not in b.tree())),
+    Row("model.bias", "false", other_tree, GPT2),
+    Row("model.qkv_bias", "true", both(other_numbers, other_tree)),
+    Row("model.qk_norm", "true", both(other_numbers, other_tree)),
+    Row("model.gelu", "exact", other_numbers, GPT2),
+    Row("model.rope_theta", 3.0, other_numbers),
+    Row("model.rope_scaling", "linear", other_numbers, {"model.rope_factor": 4.0}),
+    Row("model.rope_factor", 8.0, other_numbers, {"model.rope_scaling": "linear"}),
+    Row("model.rope_low_freq_factor", 3.0, other_numbers, SCALED),
+    Row("model.rope_high_freq_factor", 16.0, other_numbers, SCALED),
+    Row("model.rope_original_context", 64, other_numbers, SCALED),
+    Row("model.norm_eps", 0.1, other_numbers),
+    Row("model.bos_ids", "7", export_has("bos_token_id", 7)),
+    Row("model.eos_ids", "8,9", export_has("eos_token_id", [8, 9])),
+    Row("model.pad_ids", "10", export_has("pad_token_id", 10)),
+    Row("model.dropout", 0.5, both(other_numbers, lambda a, b: b.count("dropout") > 0), GPT2),
+    Row("data.text", "@OTHER@", other_numbers),
+    Row("data.tokens", "@B@", other_numbers, TOKENS),
+    Row("data.val_tokens", "@B@", lambda a, b: a.values("val_loss")[-1] != b.values("val_loss")[-1],
+        TOKENS),
+    Row("data.tokenizer", "char", lambda a, b: b.numbers()[0] != a.numbers()[0]),
+    Row("data.val_fraction", 0.5, lambda a, b: a.tree() != b.tree() and other_numbers(a, b)),
+    Row("data.separator", 32, other_numbers),
+    Row("data.restart_positions", "true", other_numbers, GPT2 | {"data.separator": 32}),
+    Row("train.steps", 6, lambda a, b: b.values("step") == [1, 2, 3, 4, 5, 6]),
+    Row("train.micro_batch", 3, tokens_per_step(24)),
+    Row("train.grad_accum_steps", 3, both(tokens_per_step(48), more("attention_fwd", 3))),
+    Row("train.global_batch", 8, both(tokens_per_step(64), more("attention_fwd", 4))),
+    Row("train.seed", 2, other_numbers),
+    Row("train.eval_every", 2, val_steps(2, 4), same=True),
+    Row("train.eval_batches", 1, lambda a, b: a.values("val_loss")[-1] != b.values("val_loss")[-1],
+        same=True),
+    Row("train.log_every", 3, lambda a, b: b.text.count("\nstep ") < a.text.count("\nstep ") == 4,
+        same=True),
+    Row("train.threads", 7, lambda a, b: b.num_threads >= a.num_threads + 4,
+        WIDE | {"train.steps": 8}, same=True, watch=True),
+    Row("train.pin_threads", "false", lambda a, b: len(b.cpus) < len(a.cpus),
+        WIDE | {"train.threads": 0}, same=True, watch=True),
+    Row("train.reproducible", "true", other_tree, {"train.global_batch": 8}, ranks=2),
+    Row("train.max_minutes", 0.002, lambda a, b: b.status == 0 and 0 < len(b.steps) < 100000,
+        {"train.steps": 100000, "debug.trace": ""}, skip_base=True),
+    Row("sample.tokens", 5, lambda a, b: a.sample() is None and b.sample() is not None, same=True),
+    Row("sample.prompt", "easy", lambda a, b: b.sample().startswith("easy"), SAMPLE, same=True),
+    Row("sample.temperature", 3.0, lambda a, b: a.sample() != b.sample(), SAMPLE, same=True),
+    Row("sample.top_k", 1, lambda a, b: a.sample() != b.sample() == greedy(), SAMPLE, same=True),
+    Row("sample.top_p", 1e-9, lambda a, b: a.sample() != b.sample() == greedy(), SAMPLE, same=True),
+    Row("optim.name", "sgd", other_last),
+    Row("optim.lr", 0.02, both(other_last, lrs(0.02, 0.02, 0.02, 0.02)), {"optim.final_lr": 0.01}),
+    Row("optim.final_lr", 0.001, both(other_last, lambda a, b: b.values("lr")[-1] < 0.0011),
+        {"optim.schedule": "linear"}),
+    Row("optim.warmup_steps", 4, both(other_last, lrs(0.0025, 0.005, 0.0075, 0.01))),
+    Row("optim.decay_steps", 3, other_last, {"optim.schedule": "wsd", "optim.final_lr": 0.001}),
+    Row("optim.schedule", "cosine", other_last, {"optim.final_lr": 0.001}),
+    Row("optim.beta1", 0.5, other_last),
+    Row("optim.beta2", 0.5, other_last),
+    Row("optim.eps", 0.01, other_last),
+    Row("optim.momentum", 0.1, other_last, {"optim.name": "sgd"}),
+    Row("optim.weight_decay", 1.0, other_last),
+    Row("optim.stochastic_rounding", "true", other_last, BF16),
+    Row("optim.clip", 0.01, lambda a, b: a.numbers()[0] == b.numbers()[0] and
+        a.numbers()[1] != b.numbers()[1], {"optim.name": "sgd"}),
+    Row("optim.clip_p", "inf", lambda a, b: a.steps[0]["loss"] == b.steps[0]["loss"] and
+        b.steps[0]["grad_norm"] < a.steps[0]["grad_norm"]),
+    Row("fsdp.strategy", "no_shard", both(gathers(0), lambda a, b: gathers(4)(b, a)), ranks=2, same=True),
+    Row("fsdp.shard_size", 2, other_streams("all_reduce"), {"fsdp.strategy": "hybrid_shard"}, ranks=4,
+        same=True),
+    Row("fsdp.wrap", "whole_model", both(other_streams("all_gather"), other_tree), ranks=2),
+    Row("fsdp.wrap_every", 3, both(other_streams("all_gather"), other_tree),
+        {"fsdp.wrap": "every_n_blocks", "model.layers": 6}, ranks=2),
+    Row("fsdp.min_num_params", 100, both(other_streams("all_gather"), other_tree),
+        {"fsdp.wrap": "min_num_params"}, ranks=2),
+    Row("fsdp.sync_every_micro_batch", "false", both(reduces(2), lambda a, b: reduces(6)(b, a)),
+        {"train.grad_accum_steps": 3}, ranks=2),
+    Row("fsdp.reshard_after_forward", "2", other_streams("all_gather"), {"train.threads": 1}, ranks=4,
+        same=True),
+    Row("fsdp.prefetch_forward", 3, other_tree, {"model.layers": 6}, ranks=2, same=True),
+    Row("fsdp.prefetch_backward", 3, other_tree, {"model.layers": 6}, ranks=2, same=True),
+    Row("fsdp.offload", "params_and_optimizer", lambda a, b: set(b.streams) > set(a.streams), ranks=2,
+        same=True),
+    Row("fsdp.communicators", 1, lambda a, b: b.count("reduce_scatter blocks.0") > 0 and
+        b.streams != a.streams, ranks=2, same=True),
+    Row("fsdp.wire_dtype", "bf16", other_numbers, ranks=2),
+    Row("precision.param_dtype", "bf16", both(other_numbers, lambda a, b: " bf16, " in b.tree())),
+    Row("precision.reduce_dtype", "bf16", other_numbers, BF16, ranks=2),
+    Row("precision.output_dtype", "bf16", lambda a, b: a.sample() != b.sample(), {"sample.tokens": 200},
+        same=True),
+    Row("precision.buffer_dtype", "bf16", other_numbers, BF16 | {"model.kind": "bloom"}),
+    Row("precision.norm_fp32", "true", both(other_last, lambda a, b: "weight [16] f32" in b.tree()),
+        BF16),
+    Row("precision.loss_scale", "static", lambda a, b: "loss_scale" in b.steps[0], BF16),
+    Row("precision.loss_scale_init", 2.0, lambda a, b: b.steps[0]["loss_scale"] == 2.0, F16),
+    Row("precision.loss_scale_interval", 2, lambda a, b: b.values("loss_scale") == [4, 4, 8, 8],
+        F16 | {"precision.loss_scale_init": 4.0}),
+    Row("recompute.policy", "full", more("attention_fwd", 2), same=True),
+    Row("recompute.every_n", 3, lambda a, b: a.count("attention_fwd") - b.count("attention_fwd") == 2,
+        {"recompute.policy": "every_n", "model.layers": 6}, same=True),
+    Row("memory.limit", "4MiB", peak_is_right, WIDE),
+    Row("output.dir", "@DIR/elsewhere", lambda a, b: "elsewhere/metrics.jsonl" in b.files()),
+    Row("output.overwrite", "true", lambda a, b: a.status == 2 and b.values("step") == [1, 2, 3, 4],
+        resume=True),
+    Row("output.peak_tflops", 0.001, mfu_is_right, same=True),
+    Row("checkpoint.every", 2, lambda a, b: b.saved_steps() == [2, 4], same=True),
+    Row("checkpoint.every_minutes", 1e-5, lambda a, b: len(b.saved_steps()) > len(a.saved_steps()) == 1,
+        same=True),
+    Row("checkpoint.last", "false", lambda a, b: a.saved_steps() == [4] and not b.saved_steps(),
+        same=True),
+    Row("checkpoint.keep", 2, lambda a, b: a.saved_steps() == [4, 5, 6] and
+        b.saved_steps() == [5, 6], SAVES, same=True),
+    Row("checkpoint.best", "true", lambda a, b: b.saved_steps() == [1, 4] and a.saved_steps() == [4],
+        SAVES | {"train.steps": 4} | {"checkpoint.keep": 1, "optim.lr": 1.0, "optim.final_lr": 1.0,
+                 "train.eval_every": 1}, same=True),
+    Row("checkpoint.dir", "@DIR/there", lambda a, b: "there/step-00000004/manifest.json" in b.files(),
+        {"checkpoint.every": 2}, same=True),
+    Row("checkpoint.on_error", "stop", exits_with(7), {"checkpoint.every": 2,
+                                                       "checkpoint.dir": "@DIR/blocked"}, block=True),
+    Row("checkpoint.max_errors", 1, exits_with(7), {"checkpoint.every": 2,
+                                                    "checkpoint.dir": "@DIR/blocked"}, block=True),
+    Row("checkpoint.resume", "auto", lambda a, b: b.values("step")[-1] == 6, SAVES, resume=True),
+    Row("checkpoint.resume_override", "true", lambda a, b: a.status == 2 and b.status == 0,
+        SAVES | {"checkpoint.resume": "auto", "train.seed": 77}, resume=True),
+    Row("guard.max_skips", 1, lambda a, b: a.status == 5 and b.status == 0, {"debug.nan_step": 3}),
+    Row("guard.spike", "skip", lambda a, b: (b.values("skipped")[-1] or 0) > 0,
+        {k: v for k, v in SPIKE.items() if k != "guard.spike"}),
+    Row("guard.spike_z", 1e9, lambda a, b: not b.values("skipped")[-1] and a.values("skipped")[-1],
+        SPIKE),
+    Row("guard.spike_window", 1000, lambda a, b: not b.values("skipped")[-1] and
+        a.values("skipped")[-1], SPIKE),
+    Row("guard.max_spikes", 0, exits_with(5), SPIKE),
+    Row("guard.snapshot_every", 1, lambda a, b: a.text.count("back to step") > 0 and
+        re.findall("back to step (.*),", a.text) != re.findall("back to step (.*),", b.text),
+        SPIKE | {"guard.spike": "rewind"}),
+    Row("dist.timeout", 2, lambda a, b: b.status != 0 and b.seconds < 60,
+        {"train.steps": 100000, "debug.trace": ""}, ranks=2, stop=True, skip_base=True),
+    Row("debug.poison", "true", lambda a, b: b.count("poison") > 0, same=True),
+    Row("debug.order_check", "true", lambda a, b: "order check: no conflict in 4 steps" in b.text,
+        same=True),
+    Row("debug.dist", "true", lambda a, b: b.text.count("all_gather") > 5 > a.text.count("all_gather"),
+        ranks=2, same=True),
+    Row("debug.trace", "@DIR/there.json", lambda a, b: "there.json" in b.files(), same=True),
+    Row("debug.trace_from", 4, lambda a, b: b.count("attention_fwd") > a.count("attention_fwd") == 4,
+        {"train.steps": 8, "train.eval_every": 4}, same=True),
+    Row("debug.trace_steps", 1, lambda a, b: 2 * b.count("attention_fwd") == a.count("attention_fwd"),
+        same=True),
+    Row("debug.exposed_units", 2, lambda a, b: len(b.steps[0].get("exposed_units", [])) == 2, ranks=2,
+        same=True),
+    Row("debug.nan_step", 2, lambda a, b: b.values("skipped")[-1] == 1, {"guard.max_skips": 1}),
+    Row("debug.nan_rank", 1, lambda a, b: "not finite: rank 1" in b.text and
+        "not finite: rank 0" in a.text, NAN, ranks=2),
+]
+
+# Keys whose effect cannot be seen by a run of these programs on this machine: the file of the test
+# that sees it, and its name.
+ELSEWHERE = {
+    "kernels.attention": ("apps/trainer_test.cc", "the keys of kernels choose who computes"),
+    "kernels.gemm": ("apps/trainer_test.cc", "the keys of kernels choose who computes"),
+    "dist.nccl_reduce": ("apps/trainer_test.cc", "the keys of NCCL reach its communicators"),
+    "dist.nccl_max_ctas": ("apps/trainer_test.cc", "the keys of NCCL reach its communicators"),
+    "precision.cast_forward_inputs":
+        ("dist/fsdp_precision_test.cc", "cast_forward_inputs makes a unit's inputs param_dtype"),
+}
+
+
+def greedy():
+    return RUNS.run(BASE | SAMPLE | {"sample.temperature": 0}).sample()
+
+
+def run_row(row):
+    base = BASE | row.base
+    how = {k: v for k, v in row.how.items() if k in ("watch", "stop")}
+    changed = base | {row.key: row.value}
+    if row.how.get("resume"):
+        first = RUNS.run(BASE | SAVES | {"train.steps": 3})
+        if "checkpoint.every" in base:
+            changed["train.steps"] = base["train.steps"] = 6
+        results = []
+        for keys in (base, changed):
+            directory = RUNS.path(f"resumed{len(os.listdir(RUNS.dir))}")
+            shutil.copytree(os.path.join(first.dir, "out"), os.path.join(directory, "out"))
+            results.append(RUNS.start(dict(keys), 1, directory, False, False))
+        return results
+    if row.how.get("block"):
+        results = []
+        for keys in (base, changed):
+            directory = RUNS.path(f"blocked{len(os.listdir(RUNS.dir))}")
+            os.makedirs(os.path.join(directory, "blocked"))
+            for step in (2, 4):  # a file where the checkpoint's directory shall be
+                with open(os.path.join(directory, f"blocked/step-{step:08}"), "w"):
+                    pass
+            results.append(RUNS.start(dict(keys), 1, directory, False, False))
+        return results
+    after = RUNS.run(changed, row.ranks, **how)
+    before = after if row.how.get("skip_base") else RUNS.run(base, row.ranks, **how)
+    return before, after
+
+
+def metrics_are_right():
+    """What a line of the metrics says of time and memory, against the clock and the allocator."""
+    problems = []
+    run = RUNS.run(BASE | {"train.steps": 400, "train.micro_batch": 8}, watch=True)
+    for step in run.steps:
+        if abs(step["tokens_per_second"] * step["step_ms"] / 1e3 - 64) > 1e-3:
+            problems.append(f"tokens_per_second x step_ms is not the step's 64 tokens: {step}")
+            break
+    # step_ms is the mean of the last 16 steps.
+    total = sum(16 * step["step_ms"] for step in run.steps[31::16]) / 1e3
+    if not run.step_seconds / 2 < total < run.step_seconds * 2 + 0.05:
+        problems.append(f"steps take {total} s by the metrics, {run.step_seconds} s by the clock")
+    if run.values("tokens")[-1] != 400 * 64:
+        problems.append(f"tokens at the end: {run.values('tokens')[-1]}, expected {400 * 64}")
+    small, large = RUNS.run(BASE), RUNS.run(BASE | WIDE)
+    more_bytes = max(large.values("peak_bytes")) - max(small.values("peak_bytes"))
+    matrices = 4 * (4 * 256 * 256 + 3 * 256 * 704) + 256 * 256
+    if not 16 * matrices < more_bytes < 40 * matrices:
+        problems.append(f"peak_bytes grow by {more_bytes} for {matrices} more parameters in f32")
+    two = RUNS.run(BASE | {"fsdp.prefetch_forward": 0, "fsdp.prefetch_backward": 0}, ranks=2)
+    if not all(step["exposed_gather_ms"] > 0 for step in two.steps):
+        problems.append("no gather is exposed without prefetch")
+    return problems
+
+
+def main():
+    global RUNS
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("apps", help="the directory of the programs")
+    parser.add_argument("--only", default="", help="keys that contain this text")
+    parser.add_argument("--mpirun", default="mpirun")
+    options = parser.parse_args()
+    RUNS = Runs(options)
+    failures = 0
+    try:
+        base = RUNS.run(BASE)
+        if base.status != 0:
+            print(base.text)
+            return 1
+        hf = RUNS.tool("tessera-checkpoint", "export", os.path.join(RUNS.run(
+            BASE | TOKENS | {"checkpoint.every": 4}).dir, "out"), RUNS.path("hf"))
+        if hf.returncode != 0:
+            print(hf.stderr)
+        text = RUNS.tool("tessera-train", "--help").stdout
+        keys = re.findall(r"^  --([a-z_.0-9]+) ", text, re.M)
+        rows = {row.key for row in ROWS}
+        for key in keys:
+            if key not in rows and key not in ELSEWHERE:
+                print(f"FAILED {key}: a key without a row: nothing says that it has an effect")
+                failures += 1
+        tests = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+        for key, (path, name) in ELSEWHERE.items():
+            with open(os.path.join(tests, path)) as file:
+                if name not in file.read():
+                    print(f"FAILED {key}: no test '{name}' in test/{path}")
+                    failures += 1
+        for key in sorted((rows | set(ELSEWHERE)) - set(keys)):
+            print(f"FAILED {key}: a row without a key")
+            failures += 1
+        for row in ROWS:
+            if options.only not in row.key:
+                continue
+            problem = ""
+            before, after = run_row(row)
+            try:
+                if not row.sees(before, after):
+                    problem = f"its effect is not seen (status {before.status}, {after.status})"
+                elif row.same and before.numbers() != after.numbers():
+                    problem = "it changes numbers, which it may not"
+            except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+                problem = f"{type(error).__name__}: {error} (status {before.status}, {after.status})"
+            if problem:
+                failures += 1
+                print(f"FAILED {row.key} = {row.value}: {problem}", flush=True)
+                print("  " + "\n  ".join(after.text.splitlines()[-3:]))
+        if not options.only:
+            for problem in metrics_are_right():
+                failures += 1
+                print(f"FAILED metrics: {problem}")
+    finally:
+        shutil.rmtree(RUNS.dir, ignore_errors=True)
+    print(f"{len(ROWS)} keys, {failures} failures")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
