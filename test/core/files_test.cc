@@ -10,13 +10,13 @@
 #include <unistd.h>
 
 #include <atomic>
-#include <catch2/catch.hpp>
 #include <functional>
 #include <thread>
 #include <vector>
 
 #include "core/check.h"
 #include "test/temp_dir.h"
+#include "test/testing.h"
 
 namespace tessera {
 namespace {

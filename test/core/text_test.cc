@@ -1,7 +1,8 @@
 #include "core/text.h"
 
-#include <catch2/catch.hpp>
 #include <vector>
+
+#include "test/testing.h"
 
 namespace tessera {
 

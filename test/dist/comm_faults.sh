@@ -54,7 +54,9 @@ check stop 2 6 8 "rank 0: $gather has not finished in 3 s" "rank 0: the last col
 check skip 3 6 8 "rank 0: $gather has not finished in 3 s" "rank 1: $gather has not finished in 3 s" \
   "$gather: entered by ranks 0, 1; rank 2 has not entered it" "  rank 2: in no collective; the last that ended, "
 check pair 4 6 8 "rank 2: all_gather of block5 (forward, step 2, 32 bytes, sequence 0) has not finished in 3 s" \
-  "all_gather of block5 (forward, step 2, 32 bytes, sequence 0): entered by rank 2; rank 3 has not entered it"
+  "barrier (1 bytes, sequence 0): entered by ranks 0, 1; ranks 2, 3 have not entered it" \
+  "  rank 2: in all_gather of block5 (forward, step 2, 32 bytes, sequence 0)" \
+  "  rank 3: in no collective; the last that ended, "
 check other 2 6 3 "all_gather: the ranks disagree: rank " "rank 0 calls all_gather of block3, forward" \
   "rank 1 calls all_gather of block4, forward"
 check other 3 6 3 "rank 2 calls all_gather of block4, forward"
