@@ -259,16 +259,20 @@ class Case:
             return []
 
     def wait_for(self, process, out, steps):
-        """Until the run has shown that many steps; False if it ended before."""
+        """Until the run has shown that many steps more than it had; False if it ended before."""
         while process.poll() is None:
-            try:
-                with open(os.path.join(out, "metrics.jsonl")) as file:
-                    if file.read().count("\n") >= steps:
-                        return True
-            except FileNotFoundError:
-                pass
+            if self.num_lines(out) >= self.lines_before + steps:
+                return True
             time.sleep(0.005)
         return False
+
+    @staticmethod
+    def num_lines(out):
+        try:
+            with open(os.path.join(out, "metrics.jsonl")) as file:
+                return file.read().count("\n")
+        except FileNotFoundError:
+            return 0
 
     # Ends of a life. Each returns the states and whether status 0 is one of those that may follow.
     def end_plainly(self, process, out):
@@ -400,6 +404,7 @@ class Case:
                           self.end_by_kill]) for _ in range(d.choice([0, 1, 1, 2]))]
         closed = d.choice([(), (), (1,), (2,), (0, 1, 2)]) if self.ranks == 1 else ()
         for life, end in enumerate(ends + [self.end_plainly]):
+            self.lines_before = self.num_lines(out)
             process = self.launch(keys, closed=closed)
             states, zero = end(process, out)
             status = self.finish(process)

@@ -100,7 +100,10 @@ class Runs:
         self.shard("a.bin", [i * i % 61 for i in range(3000)])
         self.shard("b.bin", [i * 7 % 61 for i in range(900)])
         self.paths = {"TEXT": self.text, "OTHER": self.other_text, "A": self.path("a.bin"),
-                      "B": self.path("b.bin"), "HF": self.path("hf"), "RUN": self.path("run0/out")}
+                      "B": self.path("b.bin"), "HF": self.path("hf"), "SOURCE": self.path("source")}
+        os.makedirs(self.path("source"))
+        self.write("source/tokenizer.json", "{}")
+        self.write("source/tokenizer_config.json", "{}")
 
     def path(self, name):
         return os.path.join(self.dir, name)
@@ -124,7 +127,7 @@ class Runs:
             self.results[name] = self.start(dict(keys), ranks, directory, watch, stop)
         return self.results[name]
 
-    def start(self, keys, ranks, directory, watch, stop):
+    def start(self, keys, ranks, directory, watch, stop, variables=None):
         keys.setdefault("output.dir", os.path.join(directory, "out"))
         keys.setdefault("debug.trace", os.path.join(directory, "trace.json"))
         command = [os.path.join(self.apps, "tessera-train")]
@@ -137,7 +140,7 @@ class Runs:
             command = [self.options.mpirun, "--oversubscribe", "--bind-to", "none", "-n",
                        str(ranks)] + command
         env = dict(os.environ, OMP_WAIT_POLICY="passive", OMPI_ALLOW_RUN_AS_ROOT="1",
-                   OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
+                   OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1", **(variables or {}))
         log = os.path.join(directory, "log")
         start = time.monotonic()
         with open(log, "w") as output:
@@ -260,6 +263,14 @@ def export_has(name, value):
     return seen
 
 
+def export_has_file(name):
+    def seen(a, b):
+        folder = os.path.join(b.dir, "hf")
+        done = RUNS.tool("tessera-checkpoint", "export", os.path.join(b.dir, "out"), folder)
+        return done.returncode == 0 and os.path.exists(os.path.join(folder, name))
+    return seen
+
+
 def flops_per_token(layers, width, ffn, context, vocab):
     """Forward and backward of the tied Llama of BASE: 6 a weight of a matrix, and for attention 12 C T
     a layer (Chowdhery et al. 2022, appendix B), of which a causal mask leaves half."""
@@ -294,6 +305,9 @@ ROWS = [
     Row("model.from", "@HF@", other_numbers, TOKENS | {"model.layers": "UNSET", "model.heads": "UNSET",
                                                        "model.width": "UNSET", "model.vocab": "UNSET"}),
     Row("model.kind", "bloom", both(other_numbers, lambda a, b: b.count("layer_norm_fwd") > 0)),
+    Row("model.source", "@SOURCE@", export_has_file("tokenizer_config.json"), TOKENS),
+    Row("model.frozen", "blocks.0.*", lambda a, b: a.steps[0]["loss"] == b.steps[0]["loss"] and
+        a.steps[0]["grad_norm"] > b.steps[0]["grad_norm"] > 0),
     Row("model.layers", 3, lambda a, b: b.count("attention_fwd") * 2 == a.count("attention_fwd") * 3),
     Row("model.heads", 4, both(other_numbers, lambda a, b: "(4 heads of 4" in b.tree())),
     Row("model.kv_heads", 1, both(other_numbers, other_tree)),
@@ -326,6 +340,8 @@ ROWS = [
         TOKENS),
     Row("data.tokenizer", "char", lambda a, b: b.numbers()[0] != a.numbers()[0]),
     Row("data.val_fraction", 0.5, lambda a, b: a.tree() != b.tree() and other_numbers(a, b)),
+    Row("data.val_split", "interleave", lambda a, b: a.values("val_loss")[-1] !=
+        b.values("val_loss")[-1]),
     Row("data.separator", 32, other_numbers),
     Row("data.restart_positions", "true", other_numbers, GPT2 | {"data.separator": 32}),
     Row("train.steps", 6, lambda a, b: b.values("step") == [1, 2, 3, 4, 5, 6]),
@@ -361,6 +377,7 @@ ROWS = [
     Row("optim.beta2", 0.5, other_last),
     Row("optim.eps", 0.01, other_last),
     Row("optim.momentum", 0.1, other_last, {"optim.name": "sgd"}),
+    Row("optim.nesterov", "true", other_last, {"optim.name": "sgd", "optim.momentum": 0.9}),
     Row("optim.weight_decay", 1.0, other_last),
     Row("optim.stochastic_rounding", "true", other_last, BF16),
     Row("optim.clip", 0.01, lambda a, b: a.numbers()[0] == b.numbers()[0] and
@@ -385,12 +402,15 @@ ROWS = [
         same=True),
     Row("fsdp.communicators", 1, lambda a, b: b.count("reduce_scatter blocks.0") > 0 and
         b.streams != a.streams, ranks=2, same=True),
+    Row("fsdp.ignored", "blocks.0.*", lambda a, b: a.steps[0]["loss"] == b.steps[0]["loss"] and
+        a.steps[0]["grad_norm"] > b.steps[0]["grad_norm"] > 0, ranks=2),
     Row("fsdp.wire_dtype", "bf16", other_numbers, ranks=2),
     Row("precision.param_dtype", "bf16", both(other_numbers, lambda a, b: " bf16, " in b.tree())),
     Row("precision.reduce_dtype", "bf16", other_numbers, BF16, ranks=2),
     Row("precision.output_dtype", "bf16", lambda a, b: a.sample() != b.sample(), {"sample.tokens": 200},
         same=True),
-    Row("precision.buffer_dtype", "bf16", other_numbers, BF16 | {"model.kind": "bloom"}),
+    Row("precision.buffer_dtype", "bf16", other_numbers, BF16 | {"model.kind": "bloom", "model.heads": 16,
+                                                              "model.width": 32}),
     Row("precision.norm_fp32", "true", both(other_last, lambda a, b: "weight [16] f32" in b.tree()),
         BF16),
     Row("precision.loss_scale", "static", lambda a, b: "loss_scale" in b.steps[0], BF16),
@@ -401,6 +421,9 @@ ROWS = [
     Row("recompute.every_n", 3, lambda a, b: a.count("attention_fwd") - b.count("attention_fwd") == 2,
         {"recompute.policy": "every_n", "model.layers": 6}, same=True),
     Row("memory.limit", "4MiB", peak_is_right, WIDE),
+    Row("memory.empty_cache_every", 1, lambda a, b: a.steps[-1]["reserved_bytes"] >
+        b.steps[-1]["reserved_bytes"], {"model.width": 128, "model.context": 200,
+                                        "train.micro_batch": 4}, same=True),
     Row("output.dir", "@DIR/elsewhere", lambda a, b: "elsewhere/metrics.jsonl" in b.files()),
     Row("output.overwrite", "true", lambda a, b: a.status == 2 and b.values("step") == [1, 2, 3, 4],
         resume=True),
@@ -424,6 +447,12 @@ ROWS = [
     Row("checkpoint.resume", "auto", lambda a, b: b.values("step")[-1] == 6, SAVES, resume=True),
     Row("checkpoint.resume_override", "true", lambda a, b: a.status == 2 and b.status == 0,
         SAVES | {"checkpoint.resume": "auto", "train.seed": 77}, resume=True),
+    Row("checkpoint.resume_skip_unreadable", "true", lambda a, b: a.status == 4 and b.status == 0,
+        SAVES | {"checkpoint.resume": "auto"}, resume=True, unreadable=True),
+    Row("guard.replica_every", 1, lambda a, b: a.status == 0 and b.status == 5,
+        {"fsdp.strategy": "no_shard", "debug.flip_step": 2, "debug.flip_rank": 1}, ranks=2),
+    Row("guard.state_checksum", "true", lambda a, b: a.status == 0 and b.status == 5,
+        {"debug.flip_step": 3}),
     Row("guard.max_skips", 1, lambda a, b: a.status == 5 and b.status == 0, {"debug.nan_step": 3}),
     Row("guard.spike", "skip", lambda a, b: (b.values("skipped")[-1] or 0) > 0,
         {k: v for k, v in SPIKE.items() if k != "guard.spike"}),
@@ -437,6 +466,14 @@ ROWS = [
         SPIKE | {"guard.spike": "rewind"}),
     Row("dist.timeout", 2, lambda a, b: b.status != 0 and b.seconds < 60,
         {"train.steps": 100000, "debug.trace": ""}, ranks=2, stop=True, skip_base=True),
+    Row("dist.single_process", "true", lambda a, b: a.status == 2 and b.status == 0,
+        env={"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}),
+    Row("debug.flip_step", 3, exits_with(5), {"guard.state_checksum": "true"}),
+    Row("debug.flip_rank", 1, lambda a, b: b.status == 5 and "rank 1" in b.text,
+        {"guard.state_checksum": "true", "debug.flip_step": 3}, ranks=2),
+    Row("debug.slow_ms", 30, lambda a, b: min(b.values("step_ms")) >= 30, same=True),
+    Row("debug.slow_rank", 1, lambda a, b: b.values("slowest_rank")[-1] == 1,
+        {"debug.slow_ms": 40, "train.steps": 12}, ranks=2, same=True),
     Row("debug.poison", "true", lambda a, b: b.count("poison") > 0, same=True),
     Row("debug.order_check", "true", lambda a, b: "order check: no conflict in 4 steps" in b.text,
         same=True),
@@ -461,6 +498,8 @@ ELSEWHERE = {
     "kernels.gemm": ("apps/trainer_test.cc", "the keys of kernels choose who computes"),
     "dist.nccl_reduce": ("apps/trainer_test.cc", "the keys of NCCL reach its communicators"),
     "dist.nccl_max_ctas": ("apps/trainer_test.cc", "the keys of NCCL reach its communicators"),
+    "memory.split":
+        ("core/runtime/allocator_test.cc", "a cached block is cut if that leaves split_nbytes"),
     "precision.cast_forward_inputs":
         ("dist/fsdp_precision_test.cc", "cast_forward_inputs makes a unit's inputs param_dtype"),
 }
@@ -482,7 +521,16 @@ def run_row(row):
         for keys in (base, changed):
             directory = RUNS.path(f"resumed{len(os.listdir(RUNS.dir))}")
             shutil.copytree(os.path.join(first.dir, "out"), os.path.join(directory, "out"))
+            if row.how.get("unreadable"):
+                os.remove(os.path.join(directory, "out/step-00000003/rank-00000.safetensors"))
             results.append(RUNS.start(dict(keys), 1, directory, False, False))
+        return results
+    if row.how.get("env"):
+        results = []
+        for keys in (base, changed):
+            directory = RUNS.path(f"variables{len(os.listdir(RUNS.dir))}")
+            os.makedirs(directory)
+            results.append(RUNS.start(dict(keys), 1, directory, False, False, row.how["env"]))
         return results
     if row.how.get("block"):
         results = []
