@@ -6,8 +6,7 @@
 #include <map>
 
 #include "apps/tokenizer.h"
-#include "core/files.h"
-#include "dist/checkpoint/hf_config.h"
+#include "dist/checkpoint/huggingface.h"
 
 namespace tessera::apps {
 namespace {
@@ -82,11 +81,10 @@ void check_text(Config& config) {
 
 void take_model_from(Config& config) {
   if (config.model.from.empty()) return;
-  const MappedFile file(config.model.from + "/config.json");
-  const dist::HfModelConfig found = dist::parse_hf_config(file.path(), file.text());
+  const std::string path = config.model.from + "/config.json";
+  const auto [found, ids] = dist::read_hf_model(config.model.from);
   Config taken = config;
   std::visit([&](const auto& c) { set_model(taken.model, c); }, found);
-  const dist::HfTokenIds ids = dist::parse_hf_token_ids(file.path(), file.text());
   // Nothing is computed with these: other ones may be given.
   const auto set_ids = [&](const char* key, std::string& text, const std::vector<int64_t>& values) {
     if (!config.origins.contains(key)) text = fmt::format("{}", fmt::join(values, ","));
@@ -105,12 +103,11 @@ void take_model_from(Config& config) {
     if (!fields[i].key.starts_with("model.") || !config.origins.contains(fields[i].key)) continue;
     if (text_of(given[i]) == text_of(fields[i])) continue;
     throw ConfigError(fmt::format("{}: {} = {}, expected {} of {}", config.origin(fields[i].key),
-                                  fields[i].key, text_of(given[i]), text_of(fields[i]),
-                                  file.path()));
+                                  fields[i].key, text_of(given[i]), text_of(fields[i]), path));
   }
   for (const Field& field : fields) {
     if (!field.key.starts_with("model.")) continue;
-    config.origins.try_emplace(std::string(field.key), file.path());
+    config.origins.try_emplace(std::string(field.key), path);
   }
   config.model = taken.model;
   check_text(config);

@@ -1,11 +1,10 @@
 #include "dist/checkpoint/hf_config.h"
 
-#include <fmt/ranges.h>
-
 #include <algorithm>
 #include <set>
 
 #include "core/log.h"
+#include "core/text.h"
 #include "dist/checkpoint/strict_json.h"
 
 namespace tessera::dist {
@@ -15,46 +14,33 @@ using nlohmann::json;
 
 constexpr int kMaxDepth = 16;
 
-/// Keys that say nothing about what the model computes.
-const std::set<std::string, std::less<>>& ignored_keys() {
-  static const std::set<std::string, std::less<>> keys = {"architectures",
-                                                          "model_type",
-                                                          "transformers_version",
-                                                          "torch_dtype",
-                                                          "dtype",
-                                                          "use_cache",
-                                                          "bos_token_id",
-                                                          "eos_token_id",
-                                                          "pad_token_id",
-                                                          "sep_token_id",
-                                                          "decoder_start_token_id",
-                                                          "unk_token_id",
-                                                          "initializer_range",
-                                                          "id2label",
-                                                          "label2id",
-                                                          "num_labels",
-                                                          "problem_type",
-                                                          "task_specific_params",
-                                                          "finetuning_task",
-                                                          "return_dict",
-                                                          "tokenizer_class",
-                                                          "n_ctx",
-                                                          "pretraining_tp",
-                                                          "slow_but_exact",
-                                                          "masked_softmax_fusion",
-                                                          "skip_bias_add",
-                                                          "skip_bias_add_qkv",
-                                                          "attention_softmax_in_fp32",
-                                                          "bias_dropout_fusion",
-                                                          "unk_token_id",
-                                                          "reorder_and_upcast_attn",
-                                                          "offset_alibi",
-                                                          "seq_length",
-                                                          "max_window_layers",
-                                                          "chunk_size_feed_forward",
-                                                          "is_decoder",
-                                                          "name_or_path",
-                                                          "vocab_file"};
+using Names = std::set<std::string, std::less<>>;
+
+/// Keys that say nothing about what the model computes: names, ids, settings of generation and of
+/// training, notes of the programs that wrote the file.
+const Names& ignored_keys() {
+  static const Names keys = {
+      "architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "use_cache",
+      "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id",
+      "mask_token_id", "unk_token_id", "decoder_start_token_id", "initializer_range",
+      "initializer_factor", "id2label", "label2id", "num_labels", "problem_type",
+      "task_specific_params", "finetuning_task", "return_dict", "tokenizer_class", "n_ctx",
+      "pretraining_tp", "slow_but_exact", "masked_softmax_fusion", "skip_bias_add",
+      "skip_bias_add_qkv", "attention_softmax_in_fp32", "bias_dropout_fusion",
+      "reorder_and_upcast_attn", "offset_alibi", "seq_length", "max_window_layers",
+      "chunk_size_feed_forward", "is_decoder", "name_or_path", "vocab_file", "torchscript",
+      "use_bfloat16", "n_special", "predict_special_tokens", "tf_legacy_loss", "n_inner",
+      "is_llama_config", "unsloth_version", "unsloth_fixed", "transformers.js_config",
+      "attn_implementation", "use_flash_attn", "use_flash_attention", "model_max_length",
+      "max_sequence_length",
+      // Defaults of generation, which old versions kept here.
+      "temperature", "top_p", "top_k", "typical_p", "num_beams", "num_beam_groups", "do_sample",
+      "early_stopping", "max_length", "min_length", "max_new_tokens", "length_penalty",
+      "repetition_penalty", "diversity_penalty", "no_repeat_ngram_size",
+      "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences",
+      "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens",
+      "exponential_decay_length_penalty", "remove_invalid_values", "return_dict_in_generate",
+      "prefix", "generation_config"};
   return keys;
 }
 
@@ -66,8 +52,81 @@ bool is_ignored(std::string_view key) {
   return key.ends_with("pdrop") || key.ends_with("dropout") || ignored_keys().contains(key);
 }
 
+/// Keys with which a relative of the models here computes something else. Whoever reads one of them
+/// does so before it is looked for in this list.
+const Names& known_to_change_numbers() {
+  static const Names keys = {"quantization_config",
+                             "quantization",
+                             "compression_config",
+                             "sparsity_config",
+                             "is_encoder_decoder",
+                             "add_cross_attention",
+                             "cross_attention_hidden_size",
+                             "pruned_heads",
+                             "attention_bias",
+                             "mlp_bias",
+                             "qkv_bias",
+                             "bias",
+                             "use_bias",
+                             "lm_head_bias",
+                             "attention_out_bias",
+                             "alibi",
+                             "use_alibi",
+                             "multi_query",
+                             "parallel_attn",
+                             "parallel_attention",
+                             "use_parallel_residual",
+                             "new_decoder_architecture",
+                             "qk_norm",
+                             "qk_layernorm",
+                             "use_qk_norm",
+                             "clip_qkv",
+                             "logit_scale",
+                             "scale_emb",
+                             "scale_depth",
+                             "dim_model_base",
+                             "query_pre_attn_scalar",
+                             "rotary_pct",
+                             "rotary_dim",
+                             "rope_interleaved",
+                             "rope_interleave",
+                             "no_rope_layers",
+                             "no_rope_layer_interval",
+                             "attention_chunk_size",
+                             "attn_temperature_tuning",
+                             "num_experts",
+                             "num_local_experts",
+                             "num_experts_per_tok",
+                             "n_routed_experts",
+                             "moe_intermediate_size",
+                             "kv_lora_rank",
+                             "q_lora_rank",
+                             "word_embed_proj_dim",
+                             "hidden_activation",
+                             "position_embedding_type",
+                             "use_mrope",
+                             "dual_chunk_attention_config",
+                             "sliding_window_pattern",
+                             "global_attn_every_n_layers",
+                             "use_sliding_window",
+                             "layer_types",
+                             "rope_scaling",
+                             "rope_parameters"};
+  return keys;
+}
+
+/// A factor of something that the models here compute without one, by its name.
+bool is_factor(std::string_view key) {
+  for (const std::string_view end :
+       {"_multiplier", "_scaling", "_softcap", "_softcapping", "_factor", "_scale"}) {
+    if (key.ends_with(end)) return true;
+  }
+  return key == "factor" || key == "rotary_pct" || key == "logit_scale" || key == "scale_emb";
+}
+
 bool is_off(const json& value) {
-  return value.is_null() || value == false || (value.is_structured() && value.empty());
+  return value.is_null() || value == false || (value.is_number() && value == 0) || value == "" ||
+         (value.is_structured() && value.empty());
 }
 
 /// Reads the keys of one config.json and remembers which.
@@ -78,7 +137,7 @@ class Keys {
   [[noreturn]] void fail(std::string_view key, std::string_view expected) const {
     const auto found = object_.find(key);
     throw InputError(fmt::format("{}: {} is {}, expected {}", path_, key,
-                                 found == object_.end() ? "missing" : found->dump(), expected));
+                                 found == object_.end() ? "missing" : json_text(*found), expected));
   }
 
   bool has(std::string_view key) const {
@@ -124,6 +183,14 @@ class Keys {
     return object_.at(std::string(key)).get<std::string>();
   }
 
+  /// Empty if it is absent.
+  json array(std::string_view key) {
+    read_.emplace(key);
+    if (!has(key)) return json::array();
+    if (!object_.at(std::string(key)).is_array()) fail(key, "an array");
+    return object_.at(std::string(key));
+  }
+
   const json* object(std::string_view key) {
     read_.emplace(key);
     if (!has(key)) return nullptr;
@@ -151,26 +218,43 @@ class Keys {
   void require(std::string_view key, const json& value) {
     read_.emplace(key);
     if (has(key) && object_.at(std::string(key)) != value) {
-      fail(key, fmt::format("{} (nothing else is supported)", value.dump()));
+      fail(key, fmt::format("{} (nothing else is supported)", json_text(value)));
     }
   }
   void ignore(std::string_view key) { read_.emplace(key); }
 
-  /// InputError for a key that nobody has read and that is switched on.
-  void check_all_read(std::string_view architecture) const {
+  /// InputError for a key that nobody has read, that is switched on and with which the model
+  /// computes something else; the names of those of which nothing is known.
+  std::vector<std::string> check_all_read(std::string_view architecture,
+                                          const Names& ignored) const {
+    std::vector<std::string> unknown;
     for (const auto& [key, value] : object_.items()) {
-      if (read_.contains(key) || is_ignored(key) || is_off(value)) continue;
-      throw InputError(fmt::format("{}: key {} = {} is not supported for {}", path_, key,
-                                   value.dump(), architecture));
+      if (read_.contains(key) || ignored.contains(key) || is_off(value)) continue;
+      const bool is_neutral = is_factor(key) && value.is_number() && value == 1;
+      const bool is_harmless = is_ignored(key) && (!is_factor(key) || key == "initializer_factor");
+      if (is_neutral || is_harmless) continue;
+      if (is_factor(key) || known_to_change_numbers().contains(key)) fail_key(key, architecture);
+      unknown.push_back(key);
     }
+    return unknown;
+  }
+
+  /// InputError for any key that nobody has read and that is switched on.
+  void check_nothing_else(std::string_view where) const {
+    for (const std::string& key : check_all_read(where, {})) fail_key(key, where);
   }
 
   const std::string& path() const { return path_; }
 
  private:
+  [[noreturn]] void fail_key(const std::string& key, std::string_view where) const {
+    throw InputError(fmt::format("{}: key {} = {} is not supported for {}", path_, shorten(key),
+                                 json_text(object_.at(key)), where));
+  }
+
   std::string path_;
   const json& object_;
-  std::set<std::string, std::less<>> read_;
+  Names read_;
 };
 
 Gelu gelu_of(Keys& keys, std::string_view key, const std::string& fallback) {
@@ -178,6 +262,12 @@ Gelu gelu_of(Keys& keys, std::string_view key, const std::string& fallback) {
   if (name == "gelu_new" || name == "gelu_pytorch_tanh" || name == "gelu_fast") return Gelu::kTanh;
   if (name == "gelu") return Gelu::kExact;
   keys.fail(key, "gelu_new, gelu_pytorch_tanh or gelu");
+}
+
+/// A name for what the model has anyway is no reason to refuse it.
+void check_positions(Keys& keys, const Names& own) {
+  const std::string kind = keys.text("position_embedding_type", *own.begin());
+  if (!own.contains(kind)) keys.fail("position_embedding_type", *own.begin());
 }
 
 nn::Gpt2Config gpt2_from(Keys& keys) {
@@ -193,6 +283,7 @@ nn::Gpt2Config gpt2_from(Keys& keys) {
   c.gelu = gelu_of(keys, "activation_function", "gelu_new");
   keys.require("scale_attn_weights", true);
   keys.require("scale_attn_by_inverse_layer_idx", false);
+  check_positions(keys, {"absolute"});
   keys.require("add_cross_attention", false);
   return c;
 }
@@ -221,7 +312,7 @@ void read_rope(Keys& keys, RopeOptions& rope) {
   } else if (kind != "default") {
     inner.fail("rope_type", "default, linear or llama3");
   }
-  inner.check_all_read("rotary positions");
+  inner.check_nothing_else("rotary positions");
 }
 
 /// A window shorter than the context would hide keys: what is left is the context inside of it.
@@ -229,9 +320,21 @@ void limit_to_window(Keys& keys, bool is_used, nn::LlamaConfig& c) {
   if (!is_used || !keys.has("sliding_window")) return keys.ignore("sliding_window");
   const int64_t window = keys.count({"sliding_window"});
   if (window >= c.context_length) return;
-  log_warning("{}: attention sees {} positions back; the context is limited to them (from {})",
-              keys.path(), window, c.context_length);
+  log_once("warning",
+           fmt::format("{}: attention sees {} positions back; the context is limited to them (from "
+                       "{})",
+                       keys.path(), window, c.context_length));
   c.context_length = window;
+}
+
+/// Layers with a window are full ones inside of it.
+void check_layer_types(Keys& keys, bool has_window) {
+  const json types = keys.array("layer_types");
+  for (const json& type : types) {
+    if (type == "full_attention" || (has_window && type == "sliding_attention")) continue;
+    throw InputError(fmt::format("{}: layer_types has {}, expected \"full_attention\" only",
+                                 keys.path(), json_text(type)));
+  }
 }
 
 nn::LlamaConfig llama_from(Keys& keys, const std::string& architecture) {
@@ -258,9 +361,9 @@ nn::LlamaConfig llama_from(Keys& keys, const std::string& architecture) {
   const bool has_switch = is_qwen2 || is_qwen3;
   const bool has_window =
       has_switch ? keys.flag("use_sliding_window", false) : architecture == "MistralForCausalLM";
-  if (has_switch && has_window) keys.fail("use_sliding_window", "false");
   limit_to_window(keys, has_window, c);
-  keys.ignore("layer_types");  // of Qwen: all full without a window
+  check_layer_types(keys, has_window);
+  check_positions(keys, {"rope", "rotary"});
   return c;
 }
 
@@ -274,6 +377,8 @@ nn::BloomConfig bloom_from(Keys& keys) {
   c.tied = keys.flag("tie_word_embeddings", true);
   c.norm_eps = static_cast<float>(keys.number("layer_norm_epsilon", 1e-5));
   keys.require("apply_residual_connection_post_layernorm", false);
+  keys.require("alibi", true);
+  check_positions(keys, {"alibi"});
   return c;
 }
 
@@ -300,7 +405,7 @@ std::string architecture_of(const std::string& path, const json& object) {
   std::vector<std::string> names_known;
   for (const auto& entry : by_type) names_known.push_back(entry.second);
   throw InputError(fmt::format("{}: architecture {}, expected one of {}", path,
-                               found.empty() ? "missing" : found, fmt::join(names_known, ", ")));
+                               found.empty() ? "missing" : shorten(found), join_few(names_known)));
 }
 
 /// The shortest decimal that is this f32, as people wrote it.
@@ -385,7 +490,8 @@ json to_json(const nn::BloomConfig& c) {
 }
 
 json parse_object(const std::string& path, std::string_view text) {
-  json object = parse_strict_json(path, text, kMaxDepth, "the object of a model");
+  json object = parse_strict_json(path, text, {.max_depth = kMaxDepth, .python_numbers = true},
+                                  "the object of a model");
   if (object.is_object()) return object;
   throw InputError(fmt::format("{}: no object, expected the object of a model", path));
 }
@@ -406,7 +512,8 @@ std::string_view torch_name(DType dtype) {
 
 }  // namespace
 
-HfModelConfig parse_hf_config(const std::string& path, std::string_view text) {
+HfModelConfig parse_hf_config(const std::string& path, std::string_view text,
+                              const std::vector<std::string>& ignored_keys) {
   const json object = parse_object(path, text);
   const std::string architecture = architecture_of(path, object);
   Keys keys(path, object);
@@ -418,7 +525,13 @@ HfModelConfig parse_hf_config(const std::string& path, std::string_view text) {
   } else {
     config = llama_from(keys, architecture);
   }
-  keys.check_all_read(architecture);
+  const Names ignored(ignored_keys.begin(), ignored_keys.end());
+  const std::vector<std::string> unknown = keys.check_all_read(architecture, ignored);
+  if (!unknown.empty()) {
+    constexpr size_t kMaxListed = 100;
+    log_once("warning", fmt::format("{}: keys that nothing is known of here are ignored: {}", path,
+                                    join_few(unknown, ", ", kMaxListed)));
+  }
   return config;
 }
 

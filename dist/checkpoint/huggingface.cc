@@ -1,49 +1,24 @@
 #include "dist/checkpoint/huggingface.h"
 
-#include <fmt/ranges.h>
-
 #include <algorithm>
+#include <cmath>
 #include <cstring>
-#include <filesystem>
+#include <nlohmann/json.hpp>
 #include <set>
 
+#include "core/text.h"
 #include "dist/checkpoint/durable_file.h"
 #include "dist/checkpoint/state.h"
 #include "dist/checkpoint/stream_full.h"
-#include "dist/checkpoint/strict_json.h"
 
 namespace tessera::dist {
 namespace {
 
 using nlohmann::json;
-namespace fs = std::filesystem;
 
+constexpr int64_t kMaxConfigNbytes = int64_t{16} << 20;
 constexpr const char* kSingleName = "model.safetensors";
 constexpr const char* kIndexName = "model.safetensors.index.json";
-
-/// Names of files that an index gives, each once.
-std::vector<std::string> files_of_index(const std::string& path) {
-  const MappedFile file(path);
-  const json index = parse_strict_json(path, file.text(), 8, "an index of tensors");
-  const auto map = index.is_object() ? index.find("weight_map") : index.end();
-  if (!index.is_object() || map == index.end() || !map->is_object()) {
-    throw InputError(fmt::format("{}: no weight_map, expected an object of tensor: file", path));
-  }
-  std::vector<std::string> names;
-  for (const auto& [tensor, name] : map->items()) {
-    const std::string text = name.is_string() ? name.get<std::string>() : "";
-    const bool is_plain = !text.empty() && text.find('/') == std::string::npos &&
-                          text.find('\\') == std::string::npos && text != "." && text != "..";
-    if (!is_plain) {
-      throw InputError(fmt::format("{}: tensor {} is in {}, expected the name of a file beside it",
-                                   path, tensor, name.dump()));
-    }
-    names.push_back(text);
-  }
-  std::sort(names.begin(), names.end());
-  names.erase(std::unique(names.begin(), names.end()), names.end());
-  return names;
-}
 
 template <class T>
 float load_as_float(const char* src) {
@@ -60,6 +35,14 @@ void convert(float* dst, const void* src, DType dtype, int64_t count, int64_t st
     const int64_t step = stride * static_cast<int64_t>(sizeof(T));
     for (int64_t i = 0; i < count; ++i) dst[i] = load_as_float<T>(from + i * step);
   });
+}
+
+void check_finite(const HfFiles::Place& place, const float* values, int64_t count) {
+  const float* const end = values + count;
+  const float* bad = std::find_if(values, end, [](float value) { return !std::isfinite(value); });
+  if (bad == end) return;
+  throw InputError(fmt::format("{}: tensor {} has a value that is {}, expected finite ones",
+                               place.file->path(), shorten(place.entry->name), *bad));
 }
 
 /// The bytes of a tensor of transformers, made from the parameter of ours that holds its rows.
@@ -89,59 +72,43 @@ std::vector<std::byte> make_tensor(const HfTensor& tensor, const float* ours, in
 
 }  // namespace
 
-HfReader::HfReader(const std::string& dir) : dir_(dir) {
-  const MappedFile config(dir + "/config.json");
-  config_ = parse_hf_config(config.path(), config.text());
-  token_ids_ = parse_hf_token_ids(config.path(), config.text());
+HfModel read_hf_model(const std::string& dir, const std::vector<std::string>& ignored_keys) {
+  const std::string path = dir + "/config.json";
+  const std::string text = read_regular_file(path, kMaxConfigNbytes);
+  HfModel model{parse_hf_config(path, text, ignored_keys), parse_hf_token_ids(path, text)};
+  if (HfFiles::exist_in(dir)) HfFiles(dir, model.config).settle_tied(model.config);
+  return model;
+}
+
+HfReader::HfReader(const std::string& dir, const std::vector<std::string>& ignored_keys)
+    : dir_(dir) {
+  const std::string path = dir + "/config.json";
+  const std::string text = read_regular_file(path, kMaxConfigNbytes);
+  config_ = parse_hf_config(path, text, ignored_keys);
+  token_ids_ = parse_hf_token_ids(path, text);
+  files_ = std::make_unique<HfFiles>(dir, config_);
+  // Each layer has tensors: before a list of all that a config tells is made.
+  const int64_t num_layers = std::visit([](const auto& c) { return c.num_layers; }, config_);
+  const auto num_tensors = static_cast<int64_t>(files_->tensors().size());
+  if (num_layers > num_tensors) {
+    throw InputError(fmt::format("{}: {} layers, expected no more than the {} tensors beside it",
+                                 path, num_layers, num_tensors));
+  }
+  files_->settle_tied(config_);
   parameters_ = hf_parameters(config_);
   for (const HfParameter& p : parameters_) by_name_.emplace(p.name, &p);
-  open_files();
   check_tensors();
 }
 
-void HfReader::open_files() {
-  if (fs::exists(dir_ + "/" + kSingleName)) return add_file(kSingleName);
-  const std::string index = dir_ + "/" + kIndexName;
-  if (!fs::exists(index)) {
-    const bool has_pickle = fs::exists(dir_ + "/pytorch_model.bin");
-    throw InputError(fmt::format("{}: no {} and no {}{}", dir_, kSingleName, kIndexName,
-                                 has_pickle ? " (pytorch_model.bin is a Python pickle, which is "
-                                              "not read; save it with safe_serialization=True)"
-                                            : ""));
-  }
-  for (const std::string& name : files_of_index(index)) {
-    const std::string path = dir_ + "/" + name;
-    if (fs::is_symlink(path)) {
-      throw InputError(fmt::format("{}: is a link, expected a file in the directory", path));
-    }
-    add_file(name);
-  }
-}
-
-void HfReader::add_file(const std::string& name) {
-  files_.push_back(std::make_unique<SafetensorsFile>(dir_ + "/" + name));
-  const SafetensorsFile& file = *files_.back();
-  for (const SafetensorsEntry& entry : file.entries()) {
-    // Models saved without their head lack the prefix.
-    std::string full = entry.name;
-    if (!std::holds_alternative<nn::LlamaConfig>(config_) && !full.starts_with("transformer.") &&
-        full != "lm_head.weight") {
-      full = "transformer." + full;
-    }
-    if (!tensors_.emplace(full, Place{&file, &entry}).second) {
-      throw InputError(fmt::format("{}/{}: tensor {} comes twice", dir_, name, entry.name));
-    }
-  }
-}
-
 void HfReader::check_tensors() {
+  const auto& tensors = files_->tensors();
   std::vector<std::string> problems;
   std::set<std::string, std::less<>> expected;
   for (const HfParameter& p : parameters_) {
     for (const HfTensor& t : p.sources) {
       expected.insert(t.name);
-      const auto found = tensors_.find(t.name);
-      if (found == tensors_.end()) {
+      const auto found = tensors.find(t.name);
+      if (found == tensors.end()) {
         problems.push_back("missing " + t.name);
         continue;
       }
@@ -153,14 +120,16 @@ void HfReader::check_tensors() {
       }
     }
   }
-  for (const auto& [name, place] : tensors_) {
+  for (const auto& [name, place] : tensors) {
     if (!expected.contains(name) && !is_derived_hf_tensor(config_, name)) {
       problems.push_back("unexpected " + place.entry->name);
     }
   }
   if (problems.empty()) return;
-  throw InputError(
-      fmt::format("{}: tensors are not those of config.json: {}", dir_, fmt::join(problems, "; ")));
+  const bool lacks_head = problems.size() == 1 && problems[0] == "missing lm_head.weight";
+  throw InputError(fmt::format("{}: tensors are not those of config.json: {}{}", dir_,
+                               join_few(problems, "; "),
+                               lacks_head ? " (tie_word_embeddings: true has none)" : ""));
 }
 
 Shape HfReader::shape_of(std::string_view name) const {
@@ -178,7 +147,7 @@ void HfReader::read(std::string_view name, int64_t begin, int64_t end, float* ds
                 p.shape.numel());
   const int64_t cols = p.cols();
   for (const HfTensor& source : p.sources) {
-    const Place& place = tensors_.find(source.name)->second;
+    const HfFiles::Place& place = files_->tensors().find(source.name)->second;
     const DType dtype = *place.entry->dtype.ours();  // check_tensors
     const auto* data = static_cast<const char*>(place.file->data(*place.entry));
     const auto at = [&](int64_t element) {
@@ -191,6 +160,7 @@ void HfReader::read(std::string_view name, int64_t begin, int64_t end, float* ds
       if (!source.is_transposed) {
         convert(dst + (first - begin), at(run.hf_row * cols + first - run.row * cols), dtype,
                 last - first, 1);
+        check_finite(place, dst + (first - begin), last - first);
         continue;
       }
       // Element (row, col) of ours is (col, row) there: a row of ours at a time.
@@ -202,6 +172,7 @@ void HfReader::read(std::string_view name, int64_t begin, int64_t end, float* ds
                 num_rows);
         i += count;
       }
+      check_finite(place, dst + (first - begin), last - first);
     }
     place.file->check();
   }
@@ -240,6 +211,7 @@ HfWriter::HfWriter(const std::string& dir, const HfModelConfig& config,
   std::vector<std::vector<SafetensorsEntry>> files(1);
   int64_t used = 0;
   for (const HfParameter& p : parameters_) {
+    by_name_.emplace(p.name, by_name_.size());
     for (const HfTensor& t : p.sources) {
       const SafetensorsEntry entry{t.name, options.dtype, t.shape};
       if (used > 0 && used + entry.nbytes() > options.max_file_nbytes) {
@@ -264,9 +236,9 @@ HfWriter::HfWriter(const std::string& dir, const HfModelConfig& config,
 HfWriter::~HfWriter() = default;
 
 void HfWriter::write(std::string_view name, const float* values, int64_t numel) {
-  const auto p = std::find_if(parameters_.begin(), parameters_.end(),
-                              [&](const HfParameter& each) { return each.name == name; });
-  TESSERA_CHECK(p != parameters_.end(), "export: the model has no parameter {}", name);
+  const auto found = by_name_.find(std::string(name));
+  TESSERA_CHECK(found != by_name_.end(), "export: the model has no parameter {}", name);
+  const HfParameter* const p = &parameters_[found->second];
   TESSERA_CHECK_EQ(numel, p->shape.numel(), "export: elements of {}", name);
   for (const HfTensor& t : p->sources) {
     const std::vector<std::byte> bytes = make_tensor(t, values, p->cols(), options_.dtype);

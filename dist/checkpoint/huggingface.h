@@ -9,6 +9,7 @@
 
 #include "dist/checkpoint/export_dir.h"
 #include "dist/checkpoint/hf_config.h"
+#include "dist/checkpoint/hf_files.h"
 #include "dist/checkpoint/hf_names.h"
 #include "dist/checkpoint/safetensors.h"
 #include "dist/fsdp/fully_shard.h"
@@ -18,14 +19,23 @@
 
 namespace tessera::dist {
 
+/// What a directory's config.json says, `tied` as its tensors are (HfFiles::settle_tied).
+struct HfModel {
+  HfModelConfig config;
+  HfTokenIds token_ids;
+};
+/// `ignored_keys` of config.json are passed over. InputError as parse_hf_config and HfFiles; a
+/// directory without tensors is left to HfReader.
+HfModel read_hf_model(const std::string& dir, const std::vector<std::string>& ignored_keys = {});
+
 /// A model's directory open for reading. Everything is checked when it is opened: the config, the
-/// index (plain names of files in the directory: no path, no link), each file as SafetensorsFile
-/// does, and that names, shapes and dtypes (f32, bf16, f16) of all tensors are those of the model.
-/// InputError names the file and lists all tensors that are missing, unexpected or of another
-/// shape.
+/// files (see HfFiles), each as SafetensorsFile does, that no more layers are told than there are
+/// tensors, and that names, shapes and dtypes (f32, bf16, f16) of all tensors are those of the
+/// model. InputError names the file and a few of the tensors that are missing, unexpected or of
+/// another shape, with their number.
 class HfReader {
  public:
-  explicit HfReader(const std::string& dir);
+  explicit HfReader(const std::string& dir, const std::vector<std::string>& ignored_keys = {});
 
   const std::string& dir() const { return dir_; }
   const HfModelConfig& config() const { return config_; }
@@ -35,16 +45,10 @@ class HfReader {
   Shape shape_of(std::string_view name) const;
 
   /// f32 elements [begin, end) of a parameter of ours, by its name in our model. Touches no more
-  /// than the bytes that they come from.
+  /// than the bytes that they come from. InputError that names the tensor for one not finite.
   void read(std::string_view name, int64_t begin, int64_t end, float* dst) const;
 
  private:
-  struct Place {
-    const SafetensorsFile* file;
-    const SafetensorsEntry* entry;
-  };
-  void open_files();
-  void add_file(const std::string& name);
   void check_tensors();
 
   std::string dir_;
@@ -52,8 +56,7 @@ class HfReader {
   HfTokenIds token_ids_;
   std::vector<HfParameter> parameters_;
   std::unordered_map<std::string, const HfParameter*> by_name_;
-  std::vector<std::unique_ptr<SafetensorsFile>> files_;
-  std::map<std::string, Place, std::less<>> tensors_;  // by full name
+  std::unique_ptr<HfFiles> files_;
 };
 
 /// Sets the masters of this rank's shards from the files, slice by slice through a buffer of 64
@@ -91,6 +94,7 @@ class HfWriter {
   HfModelConfig config_;
   HfWriteOptions options_;
   std::vector<HfParameter> parameters_;
+  std::unordered_map<std::string, size_t> by_name_;  // of parameters_
   std::vector<std::unique_ptr<SafetensorsWriter>> writers_;
   std::vector<std::string> file_names_;
   std::map<std::string, size_t, std::less<>> file_of_;  // by the tensor's name

@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "core/check.h"
+#include "core/text.h"
 #include "dist/checkpoint/durable_file.h"
 #include "dist/checkpoint/strict_json.h"
 
@@ -93,10 +94,14 @@ std::string_view header_of(const MappedFile& file) {
 std::map<std::string, std::string> parse_metadata(const std::string& path, const json& header) {
   std::map<std::string, std::string> metadata;
   const auto info = header.find(kMetadata);
-  if (info == header.end() || !info->is_object()) return metadata;
+  if (info == header.end() || info->is_null()) return metadata;  // null: some writers' "none"
+  if (!info->is_object()) {
+    fail_input(path, "{}: {}, expected an object", kMetadata, json_text(*info));
+  }
   for (const auto& [key, value] : info->items()) {
-    if (!value.is_string())
-      fail_input(path, "metadata {}: {}, expected a string", key, value.dump());
+    if (!value.is_string()) {
+      fail_input(path, "metadata {}: {}, expected a string", shorten(key), json_text(value));
+    }
     metadata[key] = value.get<std::string>();
   }
   return metadata;
@@ -114,8 +119,8 @@ StoredDType parse_dtype(const std::string& path, const std::string& name, const 
       return *dtype;
     }
   }
-  fail_input(path, "tensor {}: dtype {}, expected {}", name,
-             found == info.end() ? "missing" : found->dump(), all_type_names());
+  fail_input(path, "tensor {}: dtype {}, expected {}", shorten(name),
+             found == info.end() ? "missing" : json_text(*found), all_type_names());
 }
 
 /// The shape and, since it may overflow, the number of bytes.
@@ -123,7 +128,7 @@ std::pair<Shape, int64_t> parse_shape(const std::string& path, const std::string
                                       const json& info, StoredDType dtype) {
   const auto found = info.find("shape");
   if (found == info.end() || !found->is_array() || found->size() > Shape::kMaxDims) {
-    fail_input(path, "tensor {}: no shape, expected an array of at most {} sizes", name,
+    fail_input(path, "tensor {}: no shape, expected an array of at most {} sizes", shorten(name),
                Shape::kMaxDims);
   }
   Shape shape;
@@ -132,14 +137,15 @@ std::pair<Shape, int64_t> parse_shape(const std::string& path, const std::string
   for (const json& dim : *found) {
     const auto size = as_size(dim);
     if (!size)
-      fail_input(path, "tensor {}: size {} in its shape, expected an integer >= 0", name,
-                 dim.dump());
+      fail_input(path, "tensor {}: size {} in its shape, expected an integer >= 0", shorten(name),
+                 json_text(dim));
     shape.push_back(*size);
     is_empty = is_empty || *size == 0;
     if (*size != 0) overflow = __builtin_mul_overflow(nbytes, *size, &nbytes) || overflow;
   }
   if (overflow)
-    fail_input(path, "tensor {}: shape {} overflows, expected fewer elements", name, shape);
+    fail_input(path, "tensor {}: shape {} overflows, expected fewer elements", shorten(name),
+               shape);
   return {shape, is_empty ? 0 : nbytes};
 }
 
@@ -151,7 +157,7 @@ std::pair<int64_t, int64_t> parse_offsets(const std::string& path, const std::st
     if (begin && end && *begin <= *end && *end <= data_nbytes) return {*begin, *end};
   }
   fail_input(path, "tensor {}: data_offsets {}, expected [begin, end] within {} bytes of data",
-             name, found == info.end() ? "missing" : found->dump(), data_nbytes);
+             shorten(name), found == info.end() ? "missing" : json_text(*found), data_nbytes);
 }
 
 }  // namespace
@@ -209,13 +215,15 @@ SafetensorsFile::SafetensorsFile(std::unique_ptr<MappedFile> mapped) : file_(std
   };
   std::vector<Found> found;
   for (const auto& [name, info] : header.items()) {
-    if (!info.is_object()) fail_input(path, "tensor {}: {}, expected an object", name, info.dump());
     if (name == kMetadata) continue;
+    if (!info.is_object()) {
+      fail_input(path, "tensor {}: {}, expected an object", shorten(name), json_text(info));
+    }
     const StoredDType dtype = parse_dtype(path, name, info);
     const auto shape_nbytes = parse_shape(path, name, info, dtype);
     const auto offsets = parse_offsets(path, name, info, data_nbytes);
     if (offsets.second - offsets.first != shape_nbytes.second) {
-      fail_input(path, "tensor {}: {} bytes of data, expected {} for {} {}", name,
+      fail_input(path, "tensor {}: {} bytes of data, expected {} for {} {}", shorten(name),
                  offsets.second - offsets.first, shape_nbytes.second, dtype, shape_nbytes.first);
     }
     found.push_back({{name, dtype, shape_nbytes.first}, offsets.first, offsets.second});
@@ -224,13 +232,15 @@ SafetensorsFile::SafetensorsFile(std::unique_ptr<MappedFile> mapped) : file_(std
     return std::tie(a.begin, a.end, a.entry.name) < std::tie(b.begin, b.end, b.entry.name);
   });
   int64_t covered = 0;
-  for (const Found& f : found) {
+  entries_.reserve(found.size());
+  offsets_.reserve(found.size());
+  for (Found& f : found) {
     if (f.begin != covered) {
-      fail_input(path, "tensor {}: data begins at {}, expected {} ({})", f.entry.name, f.begin,
-                 covered, f.begin < covered ? "it overlaps another" : "a gap");
+      fail_input(path, "tensor {}: data begins at {}, expected {} ({})", shorten(f.entry.name),
+                 f.begin, covered, f.begin < covered ? "it overlaps another" : "a gap");
     }
     covered = f.end;
-    entries_.push_back(f.entry);
+    entries_.push_back(std::move(f.entry));
     offsets_.push_back(data_begin + f.begin);
   }
   if (covered != data_nbytes) {
@@ -251,7 +261,7 @@ const SafetensorsEntry& SafetensorsFile::find(std::string_view name) const {
   if (const auto found = by_name_.find(name); found != by_name_.end()) {
     return entries_[found->second];
   }
-  fail_input(file_->path(), "no tensor {} among {}, expected it", name, entries_.size());
+  fail_input(file_->path(), "no tensor {} among {}, expected it", shorten(name), entries_.size());
 }
 
 const void* SafetensorsFile::data(const SafetensorsEntry& entry) const {
@@ -292,6 +302,7 @@ SafetensorsWriter::SafetensorsWriter(const std::string& path, std::vector<Safete
   const std::string text = safetensors_header(entries_, metadata);
   auto offset = static_cast<int64_t>(text.size());
   for (const SafetensorsEntry& entry : entries_) {
+    by_name_.emplace(entry.name, offsets_.size());
     offsets_.push_back(offset);
     offset += entry.nbytes();
   }
@@ -313,14 +324,13 @@ SafetensorsWriter::~SafetensorsWriter() {
 }
 
 void SafetensorsWriter::write(std::string_view name, const void* data, int64_t nbytes) {
-  const auto found =
-      std::find_if(entries_.begin(), entries_.end(),
-                   [&](const SafetensorsEntry& entry) { return entry.name == name; });
-  TESSERA_CHECK(found != entries_.end(), "safetensors: no tensor {} among {}", name,
+  const auto found = by_name_.find(std::string(name));
+  TESSERA_CHECK(found != by_name_.end(), "safetensors: no tensor {} among {}", name,
                 entries_.size());
-  TESSERA_CHECK(found->nbytes() == nbytes, "safetensors: tensor {} of {} bytes, expected {}", name,
-                nbytes, found->nbytes());
-  int64_t& offset = offsets_[static_cast<size_t>(found - entries_.begin())];
+  const SafetensorsEntry& entry = entries_[found->second];
+  TESSERA_CHECK(entry.nbytes() == nbytes, "safetensors: tensor {} of {} bytes, expected {}", name,
+                nbytes, entry.nbytes());
+  int64_t& offset = offsets_[found->second];
   TESSERA_CHECK(offset >= 0, "safetensors: tensor {} written twice", name);
   write_bytes(offset, data, nbytes);
   offset = -1;

@@ -63,6 +63,7 @@ class SafetensorsFile {
   const SafetensorsEntry& find(std::string_view name) const;
   /// The bytes of `entry`, which is one of `entries()`; not aligned. They count after `check()`.
   const void* data(const SafetensorsEntry& entry) const;
+  const std::string& path() const { return file_->path(); }
   /// All bytes.
   std::string_view text() const { return file_->text(); }
   /// MappedFile::check: the bytes that were read are those of the file. InputError.
@@ -108,6 +109,7 @@ class SafetensorsWriter {
 
   std::string path_;
   std::vector<SafetensorsEntry> entries_;
+  std::unordered_map<std::string, size_t> by_name_;
   std::vector<int64_t> offsets_;  // in the file; -1 once written
   int fd_ = -1;
 };

@@ -1,23 +1,76 @@
 #include "dist/checkpoint/strict_json.h"
 
+#include <algorithm>
+#include <cmath>
+#include <limits>
 #include <string>
 #include <unordered_set>
 #include <vector>
 
 #include "core/check.h"
+#include "core/text.h"
 
 namespace tessera::dist {
 namespace {
 
 using nlohmann::json;
 
+/// What stands for NaN and the infinities in the text that the parser sees: strings that no file
+/// has a reason to hold.
+constexpr std::pair<std::string_view, double> kPythonNumbers[] = {
+    {"-Infinity", -std::numeric_limits<double>::infinity()},
+    {"Infinity", std::numeric_limits<double>::infinity()},
+    {"NaN", std::numeric_limits<double>::quiet_NaN()}};
+constexpr std::string_view kMark = "\x01python:";
+
+/// The text with the literals of Python outside of strings as marked strings.
+std::string mark_python_numbers(std::string_view text) {
+  std::string out;
+  out.reserve(text.size() + 64);
+  bool in_string = false;
+  for (size_t i = 0; i < text.size();) {
+    if (in_string && text[i] == '\\' && i + 1 < text.size()) {
+      out.append(text, i, 2);
+      i += 2;
+      continue;
+    }
+    if (text[i] == '"') in_string = !in_string;
+    const auto* literal = std::find_if(
+        std::begin(kPythonNumbers), std::end(kPythonNumbers),
+        [&](const auto& each) { return !in_string && text.substr(i).starts_with(each.first); });
+    if (literal == std::end(kPythonNumbers)) {
+      out += text[i++];
+      continue;
+    }
+    out += fmt::format("\"\\u0001python:{}\"", literal->first);
+    i += literal->first.size();
+  }
+  return out;
+}
+
+/// The value with numbers in place of their marks.
+void restore_python_numbers(json& value) {
+  if (value.is_structured()) {
+    for (json& each : value) restore_python_numbers(each);
+    return;
+  }
+  if (!value.is_string()) return;
+  const std::string_view text = value.get_ref<const std::string&>();
+  if (!text.starts_with(kMark)) return;
+  for (const auto& [name, number] : kPythonNumbers) {
+    if (text.substr(kMark.size()) != name) continue;
+    value = number;
+    return;
+  }
+}
+
 /// Looks at a text without keeping its values: depth, keys given twice, arrays that would take far
 /// more memory than the text. Time grows with the text alone (a parser with a callback looks at all
 /// members of an object again after each one).
 class Inspector : public json::json_sax_t {
  public:
-  Inspector(std::string_view what, size_t nbytes, int max_depth)
-      : what_(what), nbytes_(nbytes), max_depth_(max_depth) {}
+  Inspector(std::string_view what, size_t nbytes, int max_depth, bool has_marks)
+      : what_(what), nbytes_(nbytes), max_depth_(max_depth), has_marks_(has_marks) {}
 
   bool null() override { return add_value(); }
   bool boolean(bool) override { return add_value(); }
@@ -31,9 +84,10 @@ class Inspector : public json::json_sax_t {
   bool end_object() override { return close(); }
   bool end_array() override { return close(); }
   bool key(string_t& name) override {
+    if (has_marks_ && name.starts_with(kMark)) return false;  // a number is no name
     if (open_.back().keys.insert(name).second) return true;
     throw InputError(
-        fmt::format("{} has {} twice, expected each name once", what_, json(name).dump()));
+        fmt::format("{} has {} twice, expected each name once", what_, json_text(name)));
   }
   bool parse_error(size_t, const std::string&, const nlohmann::detail::exception&) override {
     return false;
@@ -73,25 +127,45 @@ class Inspector : public json::json_sax_t {
   const std::string_view what_;
   const size_t nbytes_;
   const int max_depth_;
+  const bool has_marks_;
   std::vector<Open> open_;
 };
 
 }  // namespace
 
-json parse_strict_json(std::string_view what, std::string_view text, int max_depth,
+json parse_strict_json(std::string_view what, std::string_view text, const JsonRules& rules,
                        std::string_view expected) {
-  Inspector inspector(what, text.size(), max_depth);
-  if (json::sax_parse(text.begin(), text.end(), &inspector)) {
-    return json::parse(text.begin(), text.end());
+  const bool has_marks = rules.python_numbers && (text.find("NaN") != std::string_view::npos ||
+                                                  text.find("Infinity") != std::string_view::npos);
+  const std::string marked = has_marks ? mark_python_numbers(text) : std::string();
+  const std::string_view seen = has_marks ? std::string_view(marked) : text;
+  Inspector inspector(what, text.size(), rules.max_depth, has_marks);
+  if (json::sax_parse(seen.begin(), seen.end(), &inspector)) {
+    json value = json::parse(seen.begin(), seen.end());
+    if (has_marks) restore_python_numbers(value);
+    return value;
   }
   throw InputError(
       fmt::format("{} of {} bytes is not JSON, expected {}", what, text.size(), expected));
+}
+
+json parse_strict_json(std::string_view what, std::string_view text, int max_depth,
+                       std::string_view expected) {
+  return parse_strict_json(what, text, JsonRules{.max_depth = max_depth}, expected);
 }
 
 int64_t json_size(const json& value) {
   if (!value.is_number_unsigned()) return -1;
   const uint64_t number = value.get<uint64_t>();
   return number > uint64_t{INT64_MAX} ? -1 : static_cast<int64_t>(number);
+}
+
+std::string json_text(const json& value) {
+  if (value.is_number_float() && !std::isfinite(value.get<double>())) {
+    const double number = value.get<double>();
+    return std::isnan(number) ? "NaN" : number > 0 ? "Infinity" : "-Infinity";
+  }
+  return shorten(value.dump(-1, ' ', false, json::error_handler_t::replace));
 }
 
 }  // namespace tessera::dist

@@ -4,29 +4,14 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <functional>
 #include <string>
 
-#include "test/temp_dir.h"
+#include "test/stderr_of.h"
 #include "test/testing.h"
 
 namespace tessera {
-namespace {
 
-/// What goes to stderr meanwhile.
-std::string stderr_of(const std::function<void()>& f) {
-  const testing::TempDir dir;
-  const int saved = ::dup(STDERR_FILENO);
-  const int fd = ::open(dir.write("stderr", "").c_str(), O_WRONLY);
-  ::dup2(fd, STDERR_FILENO);
-  f();
-  ::dup2(saved, STDERR_FILENO);
-  ::close(fd);
-  ::close(saved);
-  return testing::read_file(dir / "stderr");
-}
-
-}  // namespace
+using testing::stderr_of;
 
 TEST_CASE("log: a name in a message cannot forge a line or steer the terminal", "[log]") {
   CHECK(stderr_of([] { log_error("no tensor {}", "a\nerror: b\x1b[2J\xff"); }) ==

@@ -173,6 +173,41 @@ TEST_CASE("safetensors: headers that lie are refused with what was found", "[saf
   CHECK(message(R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[0,2]}})", "xy") ==
         "tensor a: 2 bytes of data, expected 8 for f32 [2]");
   CHECK(message(R"({"__metadata__":{"a":3}})") == "metadata a: 3, expected a string");
+  CHECK(message(R"({"__metadata__":[]})") == "__metadata__: [], expected an object");
+  CHECK(message(R"({"a":{"dtype":"U8","shape":[1],"data_offsets":[NaN,1]}})", "x")
+            .find("bytes is not JSON") != std::string::npos);
+}
+
+TEST_CASE("safetensors: metadata of null is none", "[safetensors]") {
+  const TempDir dir;
+  const SafetensorsFile file(dir.write(
+      "m",
+      file_bytes(R"({"__metadata__":null,"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}})",
+                 "xy")));
+  CHECK(file.metadata().empty());
+  CHECK(file.entries().size() == 1);
+}
+
+TEST_CASE("safetensors: names and values in messages are shortened", "[safetensors]") {
+  const std::string name(100'000, 'n');
+  CHECK(message("{\"" + name + "\":3}").size() < 300);
+  CHECK(message("{\"a\":\"" + name + "\"}").size() < 300);
+  CHECK(message("{\"" + name + "\":{\"dtype\":\"" + name + "\"}}").size() < 700);
+  CHECK(message("{\"" + name + "\":{},\"" + name + "\":{}}").size() < 700);
+}
+
+TEST_CASE("safetensors: a header of many tensors is read in one pass", "[safetensors]") {
+  // Each step that looked at all tensors before it would make this take minutes.
+  constexpr int kCount = 100'000;
+  const TempDir dir;
+  std::vector<SafetensorsEntry> entries;
+  for (int i = 0; i < kCount; ++i) entries.push_back({std::to_string(i), kU8, {0}});
+  SafetensorsWriter writer(dir / "m", entries);
+  for (const SafetensorsEntry& entry : entries) writer.write(entry.name, "", 0);
+  writer.finish();
+  const SafetensorsFile file(dir / "m");
+  REQUIRE(file.entries().size() == kCount);
+  for (const SafetensorsEntry& entry : entries) CHECK_NOTHROW(file.find(entry.name));
 }
 
 TEST_CASE("safetensors: offsets must tile the data", "[safetensors]") {

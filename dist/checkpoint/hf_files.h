@@ -1,0 +1,47 @@
+#pragma once
+
+#include <map>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "dist/checkpoint/hf_config.h"
+#include "dist/checkpoint/safetensors.h"
+
+namespace tessera::dist {
+
+/// The tensors in a directory of transformers, from model.safetensors or the files that
+/// model.safetensors.index.json names: plain names of files in the directory, or links to files in
+/// the same repository folder (that of the cache has its bytes in blobs/ beside snapshots/).
+/// Prefixes of wrappers (torch.compile's _orig_mod., module. of data parallelism, PEFT's
+/// base_model.model.) are left out of the names, those of a whole model put in where a model was
+/// saved without its head; the log says so. InputError that names file and tensor.
+class HfFiles {
+ public:
+  struct Place {
+    const SafetensorsFile* file;
+    const SafetensorsEntry* entry;
+  };
+
+  /// Whether the directory has files of tensors.
+  static bool exist_in(const std::string& dir);
+
+  HfFiles(const std::string& dir, const HfModelConfig& config);
+
+  const std::map<std::string, Place, std::less<>>& tensors() const { return tensors_; }
+
+  /// What `tied` of the config is by the tensors: a head that is not the embedding makes it untied,
+  /// a head without an embedding is both. The log says so.
+  void settle_tied(HfModelConfig& config);
+
+ private:
+  void add_file(const std::string& name);
+
+  std::string dir_;
+  std::string_view prefix_;  // of all tensors but the head's
+  std::vector<std::unique_ptr<SafetensorsFile>> files_;
+  std::map<std::string, Place, std::less<>> tensors_;
+};
+
+}  // namespace tessera::dist
