@@ -18,8 +18,8 @@ LossSum batch_loss(nn::LanguageModel& model, const Batch& batch, const Tensor& g
 void include_loss(const dist::ClippedNorm& clip, const Tensor& loss);
 
 /// The mean loss over the validation split, or its first `train.eval_batches` micro-batches; the
-/// same on all ranks, and the same bits of one model on any number of them. Nothing without samples. All ranks call
-/// it; it waits for the device.
+/// same on all ranks, and the same bits of one model on any number of them. Nothing without
+/// samples. All ranks call it; it waits for the device.
 std::optional<double> evaluate(nn::LanguageModel& model, dist::Fsdp& fsdp, dist::World& world,
                                const EvalSamples& samples, const TrainConfig& config);
 

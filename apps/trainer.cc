@@ -637,8 +637,8 @@ TrainResult Trainer::run() {
     }
     if (pending_) finish(false, false);
     pending_ = std::move(submitted);
-    const RunControl::Decision decision = control.poll(
-        checkpoints_.state(), checkpoints_.is_late(), log_error_.has_value(), waited_ms_);
+    const RunControl::Decision decision = control.poll(checkpoints_.state(), checkpoints_.is_late(),
+                                                       log_error_.has_value(), waited_ms_);
     if (last_step_ms_ > 0) slow_rank_.add(decision.waited_ms, last_step_ms_);
     checkpoints_.advance(decision.writers);
     const bool is_cut = decision.is_preempted || decision.has_failed;

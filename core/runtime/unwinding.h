@@ -26,8 +26,9 @@ class UnwindAction {
   const std::shared_ptr<const std::function<void()>> action_;
 };
 
-/// For destructors, before they wait for a stream. `num_exceptions`: those in flight when the stream
-/// was made. Unless there is one more, nothing; else returns when what was submitted is done.
+/// For destructors, before they wait for a stream. `num_exceptions`: those in flight when the
+/// stream was made. Unless there is one more, nothing; else returns when what was submitted is
+/// done.
 void wait_while_unwinding(StreamImpl& stream, int num_exceptions) noexcept;
 
 }  // namespace tessera

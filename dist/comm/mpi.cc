@@ -548,9 +548,9 @@ class MpiTransport final : public HostTransport {
       int nbytes = 0;
       MPI_Get_count(&statuses_[i], MPI_BYTE, &nbytes);
       if (nbytes != expected_[i]) {
-        throw CommError(
-            fmt::format("{}: the ranks disagree: expected {} bytes from rank {}, got {}",
-                        tag().to_string(), expected_[i], world_rank(statuses_[i].MPI_SOURCE), nbytes));
+        throw CommError(fmt::format(
+            "{}: the ranks disagree: expected {} bytes from rank {}, got {}", tag().to_string(),
+            expected_[i], world_rank(statuses_[i].MPI_SOURCE), nbytes));
       }
     }
     requests_.clear();

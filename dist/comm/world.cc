@@ -28,9 +28,10 @@ World World::init([[maybe_unused]] int argc, [[maybe_unused]] char** argv, bool 
 #if TESSERA_MPI
   if (is_launched_for_mpi(std::getenv)) {
     static bool is_started = false;
-    TESSERA_CHECK(!std::exchange(is_started, true),
-                  "World::init: MPI was started and ended with the World before, expected one World "
-                  "a process");
+    TESSERA_CHECK(
+        !std::exchange(is_started, true),
+        "World::init: MPI was started and ended with the World before, expected one World "
+        "a process");
     backend = make_mpi_backend(argc, argv);
   }
 #endif

@@ -31,9 +31,11 @@ class World {
  public:
   /// Starts MPI if a launcher (mpirun, srun) started this process, else a world of one rank.
   /// Errors   Error if a World of this process is alive, or one under a launcher has been;
-  ///          ConfigError if a launcher says that it started several processes, but MPI has one rank
-  ///          ([Note: Launchers]; unless `checks_launcher` is false, then call `check_launcher`), or
-  ///          for a value of TESSERA_RANKS_PER_NODE; CommError if MPI does not allow several threads
+  ///          ConfigError if a launcher says that it started several processes, but MPI has one
+  ///          rank
+  ///          ([Note: Launchers]; unless `checks_launcher` is false, then call `check_launcher`),
+  ///          or for a value of TESSERA_RANKS_PER_NODE; CommError if MPI does not allow several
+  ///          threads
   static World init(int argc, char** argv, bool checks_launcher = true);
 
   explicit World(std::unique_ptr<WorldBackend> backend);
