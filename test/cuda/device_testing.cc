@@ -1,7 +1,7 @@
 // What the tests of kernel families need (test/simt/simt_testing.h, and simt.h's part for tests) on
 // a CUDA device. Memory is managed, so that tests fill and read it as on the emulator; whoever asks
-// for its address has waited for the kernels. Schedules are the device's own, all blocks of a grid
-// run, and bank conflicts are not counted.
+// for its address has waited for the kernels. Schedules and shared memory are the device's own, all
+// blocks of a grid run, and bank conflicts are not counted.
 #include <cuda_runtime_api.h>
 
 #include <cstring>
@@ -22,6 +22,9 @@ void* allocate(size_t nbytes) {
 
 Schedule::Schedule(Order order, uint64_t seed) : previous_order_(order), previous_seed_(seed) {}
 Schedule::~Schedule() = default;
+
+OnDevice::OnDevice(const Device& device) : previous_(device) {}
+OnDevice::~OnDevice() = default;
 
 OnlyBlocks::OnlyBlocks(std::vector<int64_t> blocks) : previous_(std::move(blocks)) {}
 OnlyBlocks::~OnlyBlocks() = default;
