@@ -29,8 +29,8 @@ std::vector<Fact> facts_of(const Config& config);
 /// device that computes.
 std::vector<Fact> facts_of(const Config& config, const Data& data, Device device);
 
-/// Compares hashes of the facts over all ranks; collective. Errors   ConfigError, on all ranks,
-/// that names what differs with the ranks and their values
+/// Compares hashes of the facts over all ranks; collective.
+/// Errors   ConfigError, on all ranks, that names what differs with the ranks and their values
 void check_agreement(dist::Control& control, const std::vector<Fact>& facts);
 
 }  // namespace tessera::apps

@@ -41,10 +41,11 @@ class Checkpointing {
   Checkpointing(const Config& config, dist::World& world);
 
   /// Loads what `checkpoint.resume` names into `state`; nothing for "none" and for "auto" without
-  /// checkpoints. Then saves are of this state. Errors   CheckpointError if there is no whole
-  /// checkpoint or it does not fit; ConfigError if its data, seed or batch are not those of
-  /// `identity`, or settings are not the run's (resume_keys.h), and `checkpoint.resume_override` is
-  /// not set; with it, and for settings that may change, `print` gets what differs
+  /// checkpoints. Then saves are of this state.
+  /// Errors   CheckpointError if there is no whole checkpoint or it does not fit; ConfigError if
+  ///          its data, seed or batch are not those of `identity`, or settings are not the run's
+  ///          (resume_keys.h), and `checkpoint.resume_override` is not set; with it, and for
+  ///          settings that may change, `print` gets what differs
   std::optional<dist::Progress> start(const dist::TrainingState& state, const RunIdentity& identity,
                                       Print print);
 

@@ -7,9 +7,9 @@ namespace tessera::apps {
 /// Sets the model's keys from the config.json in `model.from`; nothing if that is empty. A key that
 /// was given as well must agree; `model.context` may be shorter, `model.dropout` is free.
 /// With `data.text` the directory's tokenizer.json is the tokenizer; it must be the byte or char
-/// one. Errors   ConfigError for a key that contradicts the file, or a text without such a
-/// tokenizer; InputError for a file that cannot be
-///          used (see dist::parse_hf_config)
+/// one.
+/// Errors   ConfigError for a key that contradicts the file, or a text without such a tokenizer;
+///          InputError for a file that cannot be used (see dist::parse_hf_config)
 void take_model_from(Config& config);
 
 }  // namespace tessera::apps

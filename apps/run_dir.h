@@ -99,9 +99,10 @@ void check_export_target(const std::string& target);
 class RunDir {
  public:
   /// Makes and holds the directories. Where no run has left anything, this one begins in them at
-  /// once; what an earlier one left is not touched. Errors   ConfigError if a directory cannot be
-  /// made or written, is in use, is that of `model.from`, has files of the names to be written that
-  /// no run made, or has a run, which is neither resumed nor to be overwritten
+  /// once; what an earlier one left is not touched.
+  /// Errors   ConfigError if a directory cannot be made or written, is in use, is that of
+  ///          `model.from`, has files of the names to be written that no run made, or has a run,
+  ///          which is neither resumed nor to be overwritten
   RunDir(const Config& config, dist::World& world);
 
   /// From here on the directories are this run's: after `step`, from checkpoint `from` (empty: from

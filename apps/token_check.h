@@ -34,7 +34,8 @@ class TokenCheck {
   TokenCheck(const TokenCheck&) = delete;
   TokenCheck& operator=(const TokenCheck&) = delete;
 
-  /// Waits until every token was read; nothing the second time. Collective. Errors   as above
+  /// Waits until every token was read; nothing the second time. Collective.
+  /// Errors   as above
   void finish();
   int64_t num_read() const { return num_read_; }  ///< tokens, by this rank
 

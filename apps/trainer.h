@@ -27,8 +27,9 @@ struct TrainResult {
 ///   step-NNNNNNNN/     checkpoints (checkpoint.*)
 ///   run.lock           held by the run while it lives (run_dir.h)
 /// and prints a line a step on rank 0. What one rank alone sees wrong ends all ranks with the same
-/// error. Errors   ConfigError, InputError, CheckpointError, NumericsError (non-finite loss or
-/// gradient norm, with step, rank and samples; that step changes nothing), IoError
+/// error.
+/// Errors   ConfigError, InputError, CheckpointError, NumericsError (non-finite loss or gradient
+///          norm, with step, rank and samples; that step changes nothing), IoError
 TrainResult train(const Config& config, dist::World& world);
 
 /// `tessera-train` and `tessera-generate` with the arguments after the program's name.

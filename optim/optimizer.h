@@ -23,8 +23,8 @@ struct NamedState {
 /// Updates flat shards in place: the f32 masters and their low-precision copies. Everything runs on
 /// the current stream; neither construction nor `step` waits for it.
 /// Memory   4 bytes per element and state (class kOptimizer), and the segment tables; a shard with
-/// a
-///          store keeps its states there, and its update passes through windows, with the same bits
+///          a store keeps its states there, and its update passes through windows, with the same
+///          bits
 /// State    the number of steps taken is a device scalar, because only the device knows whether a
 ///          step was skipped
 class Optimizer {

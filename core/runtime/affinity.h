@@ -23,8 +23,8 @@ int num_usable_processors();
 
 /// Binds thread i of what a CPU stream runs to `processors[i]`, so that threads stay near the
 /// memory they touched first and those of several ranks apart. In stream order; for the worker of a
-/// stream with `processors.size()` threads. Errors   Error at the stream's next synchronization, if
-/// the system refuses
+/// stream with `processors.size()` threads.
+/// Errors   Error at the stream's next synchronization, if the system refuses
 void pin_threads(const Stream& stream, const std::vector<int>& processors);
 
 }  // namespace tessera

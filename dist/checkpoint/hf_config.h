@@ -43,8 +43,8 @@ struct HfTokenIds {
 HfTokenIds parse_hf_token_ids(const std::string& path, std::string_view text);
 
 /// The config.json of a model, with sizes as its `config()` has them. Llama's relatives are named
-/// by what they have: qk_norm is Qwen3, qkv_bias Qwen2, neither Llama. Errors   ConfigError for a
-/// model that transformers has no name for (qk_norm with qkv_bias, ...)
+/// by what they have: qk_norm is Qwen3, qkv_bias Qwen2, neither Llama.
+/// Errors   ConfigError for a model that transformers has no name for (qk_norm with qkv_bias, ...)
 std::string hf_config_json(const HfModelConfig& config, DType dtype, const HfTokenIds& ids = {});
 
 /// The generation_config.json of a model: its ids. `source`, the text of another one in `path`,

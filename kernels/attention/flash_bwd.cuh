@@ -14,8 +14,7 @@
 //             dQ stays in its registers. K and V come in two stages: the next tile is on its way
 //             while one is used.
 // dK, dV      A block takes kKeys keys of one key/value head and walks the queries of all heads
-// that
-//             share it, head by head in ascending order. Products are transposed (S' = K Q'), so
+//             that share it, head by head in ascending order. GEMMs are transposed (S' = K Q'), so
 //             that P' and dS' are a warp's own operands of dV += P' dO and dK += dS' Q. Q, dO and
 //             their statistics come in two stages. Blocks that see most queries start first.
 // Width 256   dK and dV do not fit into the registers together: two launches.

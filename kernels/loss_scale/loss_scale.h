@@ -11,8 +11,9 @@ namespace tessera {
 
 /// x * factor in x's dtype (f32, bf16 or f16; contiguous), in one pass that looks for what is not
 /// finite: `found_inf` (u8, one element) becomes 1 if an element of the result is not, else it
-/// stays. Streams  current stream; never synchronizes Errors   DtypeError, ShapeError if an
-/// argument is not as above
+/// stays.
+/// Streams  current stream; never synchronizes
+/// Errors   DtypeError, ShapeError if an argument is not as above
 Tensor scale_check(const Tensor& x, double factor, const Tensor& found_inf);
 
 /// What gradient clipping does with the norm of gradients that are scaled, on the device. The
@@ -25,9 +26,8 @@ Tensor scale_check(const Tensor& x, double factor, const Tensor& found_inf);
 ///   max_norm  > 0; infinity: never clip
 /// Powers of two for scale and grad_factor change no bit of the norm.
 /// Streams  current stream; never synchronizes
-/// Errors   Error if max_norm <= 0 or NaN or grad_factor <= 0; ShapeError, DtypeError if an
-/// argument
-///          is not as above
+/// Errors   Error if max_norm <= 0 or NaN or grad_factor <= 0; ShapeError,
+///          DtypeError if an argument is not as above
 void unscale_norm(const Tensor& norm, const Tensor& factor, const Tensor& found_inf,
                   const Tensor& scale, double grad_factor, double max_norm);
 

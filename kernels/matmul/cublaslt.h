@@ -23,8 +23,7 @@
 //   cublasLtMatmulPreference{Create, SetAttribute, Destroy} (MAX_WORKSPACE_BYTES,
 //     REDUCTION_SCHEME_MASK, MIN_ALIGNMENT_{A, B, C, D}_BYTES),
 //   cublasLtMatmulAlgoGetHeuristic (one result), cublasLtMatmul (host alpha = 1, beta = 0 or 1; C
-//   is
-//     D unless a residual is added),
+//     is D unless a residual is added),
 //   epilogues DEFAULT, BIAS, GELU, GELU_BIAS, GELU_AUX, GELU_AUX_BIAS, BGRADB.
 // Descriptors are changed between calls: what a submitted product needs of them is read by the
 // call.

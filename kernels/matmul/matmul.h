@@ -33,9 +33,8 @@ Tensor matmul(const Tensor& a, const Tensor& b);
 ///          -> y [..., N]
 /// Saves    x, w
 /// Grads    dx = dy w, dw = dy^T x, dbias = sum over rows of dy in fixed order
-/// Errors   ShapeError if w is not [N, K] or bias not [N]; DtypeError if w has not x's dtype or
-/// bias
-///          neither x's dtype nor f32
+/// Errors   ShapeError if w is not [N, K] or bias not [N]; DtypeError if w has not x's dtype
+///          or bias neither x's dtype nor f32
 Tensor linear(const Tensor& x, const Tensor& w, const Tensor& bias = {});
 
 /// gelu(linear(x, w, bias)), with the same bits as the two ops.

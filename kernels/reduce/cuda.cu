@@ -8,8 +8,7 @@
 // Layout           vectors of 16 bytes, 4 of them under way a thread. f32 over at most 32 terms of
 //                  one thread, f64 from there on.
 // Parallelization  sum: a task is a (row, chunk of the length, 128 or 256 columns), for a warp if
-// it
-//                  is short and else for a block; chunks go through `partials`, which a second
+//                  it is short and else for a block; chunks go through `partials`, which a second
 //                  kernel adds in order. partial_norm: the segments' 256-element blocks, counted
 //                  through all segments, are dealt to at most 1024 chunks, one a block; a warp
 //                  takes a 256-element block at a time. checksum: 64 blocks a segment, each an even
