@@ -10,7 +10,7 @@ struct AdamWOptions {
   double beta2 = 0.999;
   double eps = 1e-8;
   float weight_decay = 0.01f;  ///< where the segment decays
-  /// Set: low-precision copies are rounded by chance, with this seed (`FlatUpdate::rounding_step`).
+  /// Set: low-precision copies are rounded stochastically, with this seed (`FlatUpdate::rounding_step`).
   std::optional<uint64_t> rounding_seed = std::nullopt;
 };
 

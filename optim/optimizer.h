@@ -29,7 +29,7 @@ struct NamedState {
 ///          step was skipped
 class Optimizer {
  public:
-  /// With `rounding_seed` low-precision copies are rounded by chance (`FlatUpdate::rounding_step`).
+  /// With `rounding_seed` low-precision copies are rounded stochastically (`FlatUpdate::rounding_step`).
   /// ShapeError or DtypeError if a shard's tensors do not fit, Error if its segments overlap.
   Optimizer(std::vector<FlatShard> shards, float lr,
             std::optional<uint64_t> rounding_seed = std::nullopt);

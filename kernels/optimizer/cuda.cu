@@ -85,7 +85,7 @@ class NearestLow {
   }
 };
 
-/// The same by chance.
+/// The same with stochastic rounding.
 class StochasticLow {
  public:
   __device__ explicit StochasticLow(const FlatUpdate& p)

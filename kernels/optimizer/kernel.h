@@ -7,7 +7,7 @@
 
 namespace tessera::kernels {
 
-/// How the low-precision copy is rounded if not to nearest: up or down by chance, so that its
+/// How the low-precision copy is rounded if not to nearest: stochastically, up or down, so that its
 /// expectation is the master (kernels/optimizer/rounding.h). Word e % 4 of the Philox block (high =
 /// *step, low = e / 4) is that of element e of a parameter: the bits depend on neither the sharding
 /// nor the device.

@@ -48,7 +48,7 @@ struct FlatUpdate {
   float lr = 0;
   float weight_decay = 0;
   int64_t first = 0;  ///< the tensors begin at this element of the shard
-  /// Undefined, or i64 []: `low` (bf16 | f16) is rounded up or down by chance, such that its
+  /// Undefined, or i64 []: `low` (bf16 | f16) is rounded stochastically, up or down, such that its
   /// expectation is the master, and values that it can hold stay (Gupta et al. 2015,
   /// arXiv:1502.02551). The random bits are a function of a segment's key, this step and the
   /// element of the parameter: not of sharding, threads or device. What is beyond the largest
