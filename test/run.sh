@@ -16,5 +16,6 @@ if [ "$(id -u)" = 0 ]; then
   export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 fi
 rm -f build/meson-logs/testlog.json
-meson test -C build --no-rebuild --print-errorlogs
+# Tests send SIGHUP, which is ignored under nohup.
+env --default-signal=HUP meson test -C build --no-rebuild --print-errorlogs
 python3 test/summarize.py build/meson-logs/testlog.json
