@@ -14,10 +14,20 @@ namespace {
 
 using Action = std::function<void()>;
 
-// Of this thread. Leaked: a static object that has one may be destroyed later than this would be.
-std::vector<std::weak_ptr<const Action>>& actions() {
-  static thread_local auto* all = new std::vector<std::weak_ptr<const Action>>;
-  return *all;
+using Actions = std::vector<std::weak_ptr<const Action>>;
+
+// Of this thread. A static object that has one may be destroyed later than these are: then the list
+// is made anew.
+thread_local Actions* thread_actions = nullptr;
+struct ActionsEnd {
+  ~ActionsEnd() { delete std::exchange(thread_actions, nullptr); }
+};
+
+Actions& actions() {
+  static thread_local const ActionsEnd end;
+  static_cast<void>(end);
+  if (thread_actions == nullptr) thread_actions = new Actions;
+  return *thread_actions;
 }
 
 }  // namespace
