@@ -34,7 +34,6 @@ NOT_RUN = {
     r"python3 apps/compare/": "needs PyTorch",
     r"--device=cuda": "needs a GPU",
     r"test/gpu/bundle\.sh|tessera-gpu/run\.sh": "needs nvcc and a GPU",
-    r"meson setup build": "builds",
 }
 
 
