@@ -1,186 +1,274 @@
 #!/usr/bin/env python3
 """Mutants of the product: does a test fail when a line is wrong?
 
-    mutate.py [--count 120] [--seed 1] [--jobs 1] [--work DIR] [--folder apps ...] [--list]
+    mutate.py [--count 120] [--seed 1] [--per-file 4] [--jobs N] [--work DIR] [--folder apps ...]
+              [--leave-out PATH ...] [--minutes 10] [--results FILE] [--list] [-- meson option ...]
 
-Draws places in apps, core, kernels, nn, optim and dist (at least a third of them in apps), changes one
-operator, number, constant or statement at each, builds in a copy of the tree and runs the tests: first
-those that lie nearest to the file, then all others, until one fails. Prints a line a mutant: `caught`
-with the test, `does not build` (drawn again), or `SURVIVED` with the change, for a person to add a
-test or say why it changes nothing. Takes minutes a mutant; made for a free machine, not for CI.
+Draws files of apps, core, kernels, nn, optim and dist (every other one of apps) and in each some
+places, and changes one operator, number, constant or statement at each. All of them are built at once
+into a copy of the tree and tried one by one (work_copy.py), with the nearest tests first, until one
+fails that passes without the change. Prints a line a mutant: `caught` with the test, or `SURVIVED` with
+the number of tests and the change, for a person to add a test or say why it changes nothing. What
+--results has is not tried again. For a free machine, not for CI.
 """
 import argparse
-import concurrent.futures
-import difflib
 import json
 import os
 import random
 import re
-import shutil
-import subprocess
 import sys
+import time
+
+from work_copy import Change, WorkCopy, run
 
 FOLDERS = ["apps", "core", "kernels", "nn", "optim", "dist"]
-LEFT_OUT = re.compile(r"(^apps/(compare|bench)|cuda|simt|cublaslt|cudnn|nccl|staged|\.cuh?$)")
+LEFT_OUT = re.compile(r"(^apps/(compare|bench|(train|generate|checkpoint)\.cc)|cuda|simt|cublaslt|cudnn|nccl|staged|\.cuh?$)")
+MOST_USERS = 8  # of a header: others are compiled into much of the tree
 
-# What is written and what it becomes, each with a name. Only one match of a line is changed.
-OPERATORS = [
+# What is written and what it becomes, each with a name.
+OPERATORS = [(name, re.compile(pattern), into) for name, pattern, into in [
     ("comparison", r" < ", " <= "), ("comparison", r" <= ", " < "), ("comparison", r" > ", " >= "),
     ("comparison", r" >= ", " > "), ("comparison", r" == ", " != "), ("comparison", r" != ", " == "),
     ("arithmetic", r" \+ ", " - "), ("arithmetic", r" - ", " + "), ("arithmetic", r" \* ", " + "),
-    ("arithmetic", r" / ", " * "), ("arithmetic", r" % ", " / "), ("arithmetic", r" \+= ", " = "),
+    ("arithmetic", r" / ", " * "), ("arithmetic", r" % ", " / "),
     ("logic", r" && ", " || "), ("logic", r" \|\| ", " && "), ("logic", r"!(?=[a-z])", ""),
     ("constant", r"\btrue\b", "false"), ("constant", r"\bfalse\b", "true"),
     ("constant", r"(?<![\w.\"])0(?![\w.])", "1"), ("constant", r"(?<![\w.\"])1(?![\w.])", "2"),
     ("constant", r"(?<![\w.\"])2(?![\w.])", "3"),
     ("extremum", r"std::max\b", "std::min"), ("extremum", r"std::min\b", "std::max"),
-]
-# Whole statements that are left out.
-STATEMENT = re.compile(r"^ +(?:[a-z_]+(?:\.|->))?[a-z_.>\-]+(?:<[\w:]+>)?\(.*\);$|^ +[\w.\->\[\]]+ [+\-*|&]?= .*;$")
+    ("update", r" \+= ", " = "), ("update", r" -= ", " = "), ("update", r"\+\+", ""),
+]]
+# Whole statements that are left out: calls and assignments.
+STATEMENT = re.compile(r"(?<=[;{}\n])(?P<indent>\n? +)(?P<text>(?!return|if|for|while|else|case|using|throw|delete|"
+                       r"TESSERA_CHECK|TESSERA_DCHECK|log_)[\w.:\->\[\]]+(?:\([^;{}]*\)| [+\-*|&]?= [^;{}]*);)(?=\n)")
+# Messages, checks of arguments and what only declares.
+NOT_CHANGED = re.compile(r"(TESSERA_\w*CHECK\w*|fmt::format|throw \w+|log_\w+|static_assert|template|"
+                         r"#include|using )[^;]*;?")
 
 
-def run(command, **kwargs):
-    return subprocess.run(command, capture_output=True, text=True, errors="replace", **kwargs)
+def masked(text):
+    """Comments and strings as blanks of the same length."""
+    def blank(match):
+        return re.sub(r"[^\n]", "_" if match[0].startswith('"') else " ", match[0])
+    return re.sub(r'//[^\n]*|/\*.*?\*/|R"\(.*?\)"|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])\'', blank, text,
+                  flags=re.S)
 
 
-def code_lines(path):
-    """Numbers of lines that can be changed: no comments, messages, includes, declarations alone."""
-    with open(path) as file:
-        lines = file.read().split("\n")
-    for number, line in enumerate(lines):
-        text = line.strip()
-        if not text or text.startswith(("//", "#", "///", "static_assert", "using ", "template",
-                                        "TESSERA_CHECK", "TESSERA_DCHECK", "throw ", "log_")):
-            continue
-        yield number, line
+def expression_around(code, at):
+    """The expression that position `at` lies in: to the next comma, semicolon, assignment or bracket that
+    is not its own."""
+    begin, depth = at, 0
+    while begin > 0:
+        c = code[begin - 1]
+        if c in ")]}":
+            depth += 1
+        elif c in "([{":
+            if depth == 0:
+                break
+            depth -= 1
+        elif depth == 0 and c in ",;":
+            break
+        elif depth == 0 and c == "=" and code[begin - 2] in " +-*|&" and code[begin] == " ":
+            break
+        elif depth == 0 and re.search(r"\breturn$", code[max(0, begin - 8):begin]):
+            break
+        begin -= 1
+    end, depth = at, 0
+    while end < len(code):
+        c = code[end]
+        if c in "([{":
+            depth += 1
+        elif c in ")]}":
+            if depth == 0:
+                break
+            depth -= 1
+        elif depth == 0 and c in ",;":
+            break
+        end += 1
+    while code[begin] in " \n":
+        begin += 1
+    while code[end - 1] in " \n":
+        end -= 1
+    return begin, end
 
 
-def draw_mutant(rng, root, files):
-    """A file, the number of a line, its text and the changed text."""
-    while True:
-        path = rng.choice(files)
-        lines = list(code_lines(os.path.join(root, path)))
-        if not lines:
-            continue
-        number, line = rng.choice(lines)
-        code, comment = (line.split("  //", 1) + [""])[:2]
-        choices = []
-        for name, pattern, into in OPERATORS:
-            choices += [(name, m.start(), m.end(), into) for m in re.finditer(pattern, code)
-                        if code[:m.start()].count('"') % 2 == 0]
-        if STATEMENT.match(code) and "return" not in code:
-            choices.append(("left out", 0, len(code), ""))
-        if choices:
-            name, begin, end, into = rng.choice(choices)
-            changed = code[:begin] + into + code[end:] + ("  //" + comment if comment else "")
-            return {"file": path, "line": number, "kind": name, "old": line, "new": changed}
+def mutants_of(path, text):
+    """All changes of a file that can be made."""
+    code = masked(text)
+    skipped = [match.span() for match in NOT_CHANGED.finditer(code)]
+
+    def is_open(begin, end):
+        line = code.count("\n", 0, begin)
+        return line > 3 and not any(begin < b and a < end for a, b in skipped)
+    found = []
+    for kind, pattern, into in OPERATORS:
+        for match in pattern.finditer(code):
+            if not is_open(*match.span()) or (kind == "constant" and path.endswith(".h")):
+                continue  # in headers they are mostly initial values that are never read
+            begin, end = expression_around(code, match.start() + (1 if match[0][0] == " " else 0))
+            if kind == "update":  # the statement
+                while code[begin - 1] not in ";{}()\n":
+                    begin -= 1
+                begin += len(code[begin:]) - len(code[begin:].lstrip(" "))
+                if code[end:end + 1] != ";" or match.start() < begin or match.end() > end:
+                    continue
+                end += 1
+            if not begin <= match.start() < match.end() <= end or end - begin > 400:
+                continue
+            new = text[begin:match.start()] + into + text[match.end():end]
+            found.append(Change(path, text, begin, end, new))
+            found[-1].kind, found[-1].at = kind, match.start()
+    for match in STATEMENT.finditer(code):
+        if is_open(*match.span("text")) and code[:match.start("text")].rstrip()[-1:] in tuple(";{}:)"):
+            found.append(Change(path, text, *match.span("text"), ""))
+            found[-1].kind, found[-1].at = "left out", match.start("text")
+    return found
 
 
-def nearest_first(mutant, tests):
-    """Tests ordered by how much their name has in common with the changed file."""
-    folder, _, name = mutant["file"].rpartition("/")
-    stem = os.path.splitext(name)[0]
-    top = mutant["file"].split("/")[0]
+def describe(change):
+    """The lines as they are and as they become, cut to what differs."""
+    def words(text):
+        return " ".join(text.split())
+    old, new = words(change.old), words(change.new)
+    return f"{change.file}:{change.line}: {old[:160]} -> {new[:160] or '(left out)'}"
+
+
+def num_users(root):
+    """How many sources are compiled again when a file changes."""
+    includes = {}
+    for name in run(["git", "ls-files", "*.cc", "*.h"], cwd=root).stdout.split():
+        with open(os.path.join(root, name)) as file:
+            includes[name] = set(re.findall(r'^#include "(.*)"', file.read(), re.M))
+    users = {}
+    for name in includes:
+        if name.endswith(".cc"):
+            seen, to_see = set(), [name]
+            while to_see:
+                for included in includes.get(to_see.pop(), ()):
+                    if included not in seen:
+                        seen.add(included)
+                        to_see.append(included)
+            for included in seen:
+                users[included] = users.get(included, 0) + 1
+    return users
+
+
+# Of the text of the sources, of other builds, and of speed: they say nothing about a changed line.
+NOT_ASKED = re.compile(r"^(format|layers|assertions|flags|subproject|planted|testing|readme.*|simt/.*|"
+                       r"cuda/.*|core/runtime/cuda.*|apps/bench.*|dist/cases)$")
+
+
+def nearest_first(mutant, copy):
+    """Tests by what they have in common with the changed file; slow ones last in each class."""
+    stem, _ = os.path.splitext(mutant.file)
+    folder, _, name = stem.rpartition("/")
+    header = f'"{stem}.h"'
+    layer = folder.split("/")[0]
+    includes = {}
+    for test in copy.tests.values():
+        own = [s for s in test.sources if s.endswith("_test.cc")]
+        includes[test.name] = any(header in open(os.path.join(copy.dir, s)).read() for s in own)
 
     def distance(test):
-        same_stem = stem in test or difflib.SequenceMatcher(None, stem, test).ratio() > 0.6
-        return (not same_stem, not test.startswith(top), "mpi" in test or "faults" in test)
-    return sorted(tests, key=distance)
+        words = test.name.split("/")
+        if test.name in (stem, folder, f"{layer}/{name}", f"{layer}/{folder.split('/')[-1]}"):
+            near = 0
+        elif includes[test.name]:
+            near = 1
+        elif words[0] == layer and (folder.split("/")[-1] in words[-1] or name in words[-1]):
+            near = 2
+        elif words[0] == layer:
+            near = 3
+        else:
+            near = 4 + abs(FOLDERS.index(layer) - FOLDERS.index(words[0])
+                           if words[0] in FOLDERS else 9)
+        seconds = copy.times.get(test.name, test.timeout / 20)
+        return near, seconds > 60, not test.is_program, seconds
+    return sorted((t for t in copy.tests.values() if not NOT_ASKED.match(t.name)), key=distance)
 
 
-class Worker:
-    """A copy of the tree with a build of its own."""
+def try_mutant(copy, mutant, minutes):
+    """`caught by TEST` or `SURVIVED n tests`."""
+    end = time.monotonic() + 60 * minutes
+    num_tried = 0
+    for test in nearest_first(mutant, copy):
+        if time.monotonic() > end:
+            break
+        num_tried += 1
+        if copy.fails_with(mutant, test):
+            return f"caught by {test.name}{' (time-out)' if copy.is_over_time else ''}"
+        num_tried -= test.name in copy.rejected
+    return f"SURVIVED {num_tried} tests"
 
-    def __init__(self, root, work, number, setup):
-        self.dir = os.path.join(work, f"copy{number}")
-        if not os.path.exists(self.dir):
-            run(["git", "clone", "-q", root, self.dir], check=True)
-        done = run(["bash", "apps/setup.sh", *setup], cwd=self.dir)
-        if done.returncode != 0 or run(["ninja", "-C", "build"], cwd=self.dir).returncode != 0:
-            sys.exit(f"{self.dir} does not build: {done.stderr[-500:]}")
-        listed = json.loads(run(["meson", "introspect", "--tests", "build"], cwd=self.dir).stdout)
-        self.tests = [test["name"] for test in listed]
 
-    def try_mutant(self, mutant):
-        path = os.path.join(self.dir, mutant["file"])
-        with open(path) as file:
-            text = file.read()
-        lines = text.split("\n")
-        lines[mutant["line"]] = mutant["new"]
-        try:
-            with open(path, "w") as file:
-                file.write("\n".join(lines))
-            if run(["ninja", "-C", "build"], cwd=self.dir).returncode != 0:
-                return "does not build"
-            order = nearest_first(mutant, self.tests)
-            for begin, end in ((0, 4), (4, 16), (16, None)):
-                failed = self.first_failure(order[begin:end])
-                if failed:
-                    return f"caught by {failed}"
-            return "SURVIVED"
-        finally:
-            with open(path, "w") as file:
-                file.write(text)
-
-    def first_failure(self, tests):
-        if not tests:
-            return None
-        log = os.path.join(self.dir, "build/meson-logs/testlog.json")
-        if os.path.exists(log):
-            os.remove(log)
-        try:
-            run(["meson", "test", "-C", "build", "--no-rebuild", "--maxfail", "1", *tests],
-                cwd=self.dir, timeout=1800)
-        except subprocess.TimeoutExpired:
-            return "a time-out"
-        with open(log) as file:
-            for line in file:
-                result = json.loads(line)
-                if result["result"] not in ("OK", "SKIP", "EXPECTEDFAIL"):
-                    return result["name"]
-        return None
+def draw(root, options):
+    """Files, every other one of apps, and places in them that do not overlap."""
+    files = [f for f in run(["git", "ls-files", *options.folder], cwd=root).stdout.split()
+             if f.endswith((".cc", ".h")) and not LEFT_OUT.search(f)
+             and not f.startswith(tuple(options.leave_out))]
+    users = num_users(root)
+    files = [f for f in files if users.get(f, 0) <= MOST_USERS]
+    rng = random.Random(options.seed)
+    folders = [f for f in options.folder if f != "apps"] or ["apps"]
+    mutants = []
+    while len(mutants) < options.count and files:
+        folder = "apps" if len({m.file for m in mutants}) % 2 == 0 else rng.choice(folders)
+        inside = [f for f in files if f.startswith(folder + "/")] or files
+        path = rng.choice(inside)
+        files.remove(path)
+        with open(os.path.join(root, path)) as file:
+            possible = mutants_of(path, file.read())
+        rng.shuffle(possible)
+        chosen = []
+        for change in possible:
+            if len(chosen) < min(options.per_file, options.count - len(mutants)) and not any(
+                    change.overlaps(c) or change.line == c.line for c in chosen):
+                chosen.append(change)
+        mutants += chosen
+    return mutants
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, default=120)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--jobs", type=int, default=1, help="copies of the tree at work")
-    parser.add_argument("--work", default="/tmp/tessera-mutants", help="where the copies are")
+    parser.add_argument("--per-file", type=int, default=4)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="of a build")
+    parser.add_argument("--work", default="/tmp/tessera-mutants", help="where the copy is")
     parser.add_argument("--folder", nargs="+", default=FOLDERS)
+    parser.add_argument("--leave-out", nargs="+", default=[], help="beginnings of paths")
+    parser.add_argument("--minutes", type=float, default=10, help="most of them that a mutant gets")
+    parser.add_argument("--results", help="a file of results, which is added to")
     parser.add_argument("--list", action="store_true", help="print the mutants and try none")
     parser.add_argument("setup", nargs="*", help="options of meson setup, behind --")
     options = parser.parse_args()
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    files = [f for f in run(["git", "ls-files", *options.folder], cwd=root).stdout.split()
-             if f.endswith((".cc", ".h")) and not LEFT_OUT.search(f)]
-    rng = random.Random(options.seed)
-
-    def draw(index):
-        folder = "apps" if index % 3 == 0 and "apps" in options.folder else rng.choice(options.folder)
-        return draw_mutant(rng, root, [f for f in files if f.startswith(folder)])
+    mutants = draw(root, options)
     if options.list:
-        for index in range(options.count):
-            m = draw(index)
-            print(f"{m['file']}:{m['line'] + 1}: {m['old'].strip()} -> {m['new'].strip()}")
+        for mutant in mutants:
+            print(describe(mutant))
         return 0
-    os.makedirs(options.work, exist_ok=True)
-    workers = [Worker(root, options.work, i, options.setup) for i in range(options.jobs)]
-    counts = {"caught": 0, "SURVIVED": 0, "does": 0}
-    mutants = [draw(index) for index in range(2 * options.count)]
-    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-        def attempt(mutant):
-            if counts["caught"] + counts["SURVIVED"] >= options.count:
-                return
-            worker = workers.pop()
-            verdict = worker.try_mutant(mutant)
-            workers.append(worker)
-            counts[verdict.split()[0]] += 1
-            print(f"{verdict}: {mutant['file']}:{mutant['line'] + 1}: {mutant['old'].strip()} -> "
-                  f"{mutant['new'].strip() or '(left out)'}", flush=True)
-        list(pool.map(attempt, mutants))
-    print(f"{counts['caught']} caught, {counts['SURVIVED']} survived, "
-          f"{counts['does']} did not build")
+    done = {}
+    if options.results and os.path.exists(options.results):
+        with open(options.results) as file:
+            for line in file:
+                result = json.loads(line)
+                done[result["what"]] = result["verdict"]
+    copy = WorkCopy(root, options.work, options.jobs)
+    refused = copy.plant(mutants, options.setup)
+    counts = {"caught": 0, "SURVIVED": 0}
+    for mutant in mutants:
+        if mutant in refused:
+            continue
+        what = describe(mutant)
+        verdict = done.get(what) or try_mutant(copy, mutant, options.minutes)
+        counts[verdict.split()[0]] += 1
+        if options.results and what not in done:
+            with open(options.results, "a") as file:
+                file.write(json.dumps({"what": what, "verdict": verdict}) + "\n")
+        print(f"{verdict}: {what}", flush=True)
+    print(f"{len(mutants)} mutants, {len(refused)} of them do not compile, {counts['caught']} caught, "
+          f"{counts['SURVIVED']} survived")
     return 1 if counts["SURVIVED"] else 0
 
 

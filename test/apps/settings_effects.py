@@ -68,10 +68,9 @@ class Result:
 
     def tree(self):
         """The module tree and the summary of the units: from the model, not the configuration."""
-        at = self.text.find("\n(")
         lines = [line for line in self.text.splitlines() if re.match(r" *\(", line) or
                  " parameters" in line or "units, " in line or "data: " in line]
-        return "\n".join(lines) if at >= -1 else ""
+        return "\n".join(lines)
 
     def files(self):
         found = set()
@@ -99,8 +98,10 @@ class Runs:
             f"{i % 7} another text, which has nothing of the first\n" for i in range(80)))
         self.shard("a.bin", [i * i % 61 for i in range(3000)])
         self.shard("b.bin", [i * 7 % 61 for i in range(900)])
+        self.shard("same.bin", [5] * 3000)
         self.paths = {"TEXT": self.text, "OTHER": self.other_text, "A": self.path("a.bin"),
-                      "B": self.path("b.bin"), "HF": self.path("hf"), "SOURCE": self.path("source")}
+                      "B": self.path("b.bin"), "SAME": self.path("same.bin"), "HF": self.path("hf"),
+                      "HF_GPT2": self.path("hf_gpt2"), "SOURCE": self.path("source")}
         os.makedirs(self.path("source"))
         self.write("source/tokenizer.json", "{}")
         self.write("source/tokenizer_config.json", "{}")
@@ -143,8 +144,9 @@ class Runs:
                    OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1", **(variables or {}))
         log = os.path.join(directory, "log")
         start = time.monotonic()
-        with open(log, "w") as output:
-            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env)
+        # Apart, or a warning may stand in the middle of a line.
+        with open(log, "w") as output, open(log + ".errors", "w") as errors:
+            process = subprocess.Popen(command, stdout=output, stderr=errors, env=env)
         num_threads, cpus, seen, nbytes = 0, set(), [], 0  # seen: when steps were written
         metrics = os.path.join(directory, "out/metrics.jsonl")
         while process.poll() is None and time.monotonic() - start < TIMEOUT:
@@ -170,9 +172,11 @@ class Runs:
         if process.poll() is None:
             process.kill()
             process.wait()
-        with open(log, errors="replace") as file:
-            result = Result(directory, process.returncode, file.read(), time.monotonic() - start,
-                            num_threads, cpus)
+        text = ""
+        for name in (log + ".errors", log):
+            with open(name, errors="replace") as file:
+                text += file.read()
+        result = Result(directory, process.returncode, text, time.monotonic() - start, num_threads, cpus)
         result.step_seconds = seen[-1] - seen[0] if seen else 0
         return result
 
@@ -191,6 +195,10 @@ TOKENS = {"data.text": "UNSET", "data.tokens": "@A@", "model.vocab": 61}
 BF16 = {"precision.param_dtype": "bf16"}
 F16 = {"precision.param_dtype": "f16", "guard.max_skips": 100}
 SAMPLE = {"sample.tokens": 12, "sample.prompt": "line "}
+FROM = TOKENS | {"model.from": "@HF@", "model.layers": "UNSET", "model.heads": "UNSET",
+                 "model.width": "UNSET", "model.vocab": "UNSET"}
+FROM_GPT2 = FROM | {"model.from": "@HF_GPT2@", "model.kind": "UNSET"}
+LOSS_SCALE = {"precision.loss_scale_init": 4.0, "precision.loss_scale_interval": 2}
 NAN = {"debug.nan_step": 3, "guard.max_skips": 1}
 SPIKE = {"guard.spike": "skip", "guard.spike_window": 2, "guard.spike_z": 1e-3,
          "train.steps": 12, "optim.lr": 1.0, "optim.final_lr": 1.0, "guard.max_spikes": 100}
@@ -213,8 +221,12 @@ def other_tree(a, b):
     return a.tree() != b.tree() and b.status == 0
 
 
-def other_streams(*names):
-    return lambda a, b: all(a.streams.get(n) != b.streams.get(n) for n in names) and b.status == 0
+def other_tasks(stream):
+    """Which they are, not when: the timeline begins and ends in the middle of gathers, and who waits
+    is a matter of time."""
+    def seen(a, b):
+        return set(a.streams[stream]) != set(b.streams[stream]) and b.status == 0
+    return seen
 
 
 def both(*checks):
@@ -302,8 +314,7 @@ class Row:
 
 ROWS = [
     Row("device", "cuda", lambda a, b: b.status != 0 or "cuda" in b.text),
-    Row("model.from", "@HF@", other_numbers, TOKENS | {"model.layers": "UNSET", "model.heads": "UNSET",
-                                                       "model.width": "UNSET", "model.vocab": "UNSET"}),
+    Row("model.from", "@HF@", other_numbers, {k: v for k, v in FROM.items() if k != "model.from"}),
     Row("model.kind", "bloom", both(other_numbers, lambda a, b: b.count("layer_norm_fwd") > 0)),
     Row("model.source", "@SOURCE@", export_has_file("tokenizer_config.json"), TOKENS),
     Row("model.frozen", "blocks.0.*", lambda a, b: a.steps[0]["loss"] == b.steps[0]["loss"] and
@@ -325,6 +336,8 @@ ROWS = [
     Row("model.gelu", "exact", other_numbers, GPT2),
     Row("model.rope_theta", 3.0, other_numbers),
     Row("model.rope_scaling", "linear", other_numbers, {"model.rope_factor": 4.0}),
+    Row("model.rope_scaling", "llama3", other_numbers,
+        {k: v for k, v in SCALED.items() if k != "model.rope_scaling"}),
     Row("model.rope_factor", 8.0, other_numbers, {"model.rope_scaling": "linear"}),
     Row("model.rope_low_freq_factor", 3.0, other_numbers, SCALED),
     Row("model.rope_high_freq_factor", 16.0, other_numbers, SCALED),
@@ -334,6 +347,8 @@ ROWS = [
     Row("model.eos_ids", "8,9", export_has("eos_token_id", [8, 9])),
     Row("model.pad_ids", "10", export_has("pad_token_id", 10)),
     Row("model.dropout", 0.5, both(other_numbers, lambda a, b: b.count("dropout") > 0), GPT2),
+    Row("model.dropout", 0.5, both(other_numbers, lambda a, b: b.count("dropout") > 0),
+        {"model.kind": "bloom"}),
     Row("data.text", "@OTHER@", other_numbers),
     Row("data.tokens", "@B@", other_numbers, TOKENS),
     Row("data.val_tokens", "@B@", lambda a, b: a.values("val_loss")[-1] != b.values("val_loss")[-1],
@@ -343,12 +358,25 @@ ROWS = [
     Row("data.val_split", "interleave", lambda a, b: a.values("val_loss")[-1] !=
         b.values("val_loss")[-1]),
     Row("data.separator", 32, other_numbers),
+    Row("data.separator", 32, other_numbers, {"data.restart_positions": "true"}),
+    # ALiBi knows distances alone: what is seen is the mask.
+    Row("data.separator", 32, other_numbers, {"model.kind": "bloom"}),
+    Row("data.separator", 32, other_numbers, {"model.kind": "bloom", "data.restart_positions": "true"}),
+    Row("data.separator", 32, other_numbers, GPT2 | {"data.restart_positions": "true"}),
     Row("data.restart_positions", "true", other_numbers, GPT2 | {"data.separator": 32}),
     Row("train.steps", 6, lambda a, b: b.values("step") == [1, 2, 3, 4, 5, 6]),
     Row("train.micro_batch", 3, tokens_per_step(24)),
     Row("train.grad_accum_steps", 3, both(tokens_per_step(48), more("attention_fwd", 3))),
     Row("train.global_batch", 8, both(tokens_per_step(64), more("attention_fwd", 4))),
-    Row("train.seed", 2, other_numbers),
+    # One seed for many things, each where nothing else of it is seen.
+    Row("train.seed", 2, other_numbers, TOKENS | {"data.tokens": "@SAME@"}),  # initial values
+    Row("train.seed", 2, other_numbers, FROM),  # the order of the data
+    Row("train.seed", 2, other_numbers, FROM_GPT2 | {"data.tokens": "@SAME@", "model.dropout": 0.5}),
+    Row("train.seed", 2, both(lambda a, b: a.steps[0]["loss"] == b.steps[0]["loss"], other_last),
+        FROM | BF16 | {"data.tokens": "@SAME@", "optim.stochastic_rounding": "true"}),
+    Row("train.seed", 2, lambda a, b: a.sample() != b.sample() and None not in (a.sample(), b.sample()),
+        SAMPLE | {"checkpoint.resume": "auto", "checkpoint.resume_override": "true", "train.steps": 3},
+        resume=True),  # of a run that is over
     Row("train.eval_every", 2, val_steps(2, 4), same=True),
     Row("train.eval_batches", 1, lambda a, b: a.values("val_loss")[-1] != b.values("val_loss")[-1],
         same=True),
@@ -361,7 +389,8 @@ ROWS = [
     Row("train.reproducible", "true", other_tree, {"train.global_batch": 8}, ranks=2),
     Row("train.max_minutes", 0.002, lambda a, b: b.status == 0 and 0 < len(b.steps) < 100000,
         {"train.steps": 100000, "debug.trace": ""}, skip_base=True),
-    Row("sample.tokens", 5, lambda a, b: a.sample() is None and b.sample() is not None, same=True),
+    Row("sample.tokens", 5, lambda a, b: a.sample() is None and len(b.sample()) == len("line ") + 5 + 1,
+        {"data.tokenizer": "char", "sample.prompt": "line "}, same=True),
     Row("sample.prompt", "easy", lambda a, b: b.sample().startswith("easy"), SAMPLE, same=True),
     Row("sample.temperature", 3.0, lambda a, b: a.sample() != b.sample(), SAMPLE, same=True),
     Row("sample.top_k", 1, lambda a, b: a.sample() != b.sample() == greedy(), SAMPLE, same=True),
@@ -371,39 +400,50 @@ ROWS = [
     Row("optim.final_lr", 0.001, both(other_last, lambda a, b: b.values("lr")[-1] < 0.0011),
         {"optim.schedule": "linear"}),
     Row("optim.warmup_steps", 4, both(other_last, lrs(0.0025, 0.005, 0.0075, 0.01))),
-    Row("optim.decay_steps", 3, other_last, {"optim.schedule": "wsd", "optim.final_lr": 0.001}),
-    Row("optim.schedule", "cosine", other_last, {"optim.final_lr": 0.001}),
+    Row("optim.decay_steps", 2, both(other_last, lrs(0.01, 0.01, 0.0055, 0.001)),
+        {"optim.schedule": "wsd", "optim.final_lr": 0.001}),
+    Row("optim.schedule", "linear", both(other_last, lrs(0.01, 0.007, 0.004, 0.001)),
+        {"optim.final_lr": 0.001}),
+    Row("optim.schedule", "cosine", both(other_last, lrs(0.01, 0.00775, 0.00325, 0.001)),
+        {"optim.final_lr": 0.001}),
+    Row("optim.schedule", "wsd", both(other_last, lrs(*[0.01] * 8, 0.0055, 0.001)),  # a fifth of the steps
+        {"optim.final_lr": 0.001, "train.steps": 10, "optim.schedule": "linear"}),
     Row("optim.beta1", 0.5, other_last),
     Row("optim.beta2", 0.5, other_last),
     Row("optim.eps", 0.01, other_last),
     Row("optim.momentum", 0.1, other_last, {"optim.name": "sgd"}),
     Row("optim.nesterov", "true", other_last, {"optim.name": "sgd", "optim.momentum": 0.9}),
     Row("optim.weight_decay", 1.0, other_last),
+    Row("optim.weight_decay", 1.0, other_last, {"optim.name": "sgd"}),
     Row("optim.stochastic_rounding", "true", other_last, BF16),
     Row("optim.clip", 0.01, lambda a, b: a.numbers()[0] == b.numbers()[0] and
         a.numbers()[1] != b.numbers()[1], {"optim.name": "sgd"}),
     Row("optim.clip_p", "inf", lambda a, b: a.steps[0]["loss"] == b.steps[0]["loss"] and
         b.steps[0]["grad_norm"] < a.steps[0]["grad_norm"]),
     Row("fsdp.strategy", "no_shard", both(gathers(0), lambda a, b: gathers(4)(b, a)), ranks=2, same=True),
-    Row("fsdp.shard_size", 2, other_streams("all_reduce"), {"fsdp.strategy": "hybrid_shard"}, ranks=4,
-        same=True),
-    Row("fsdp.wrap", "whole_model", both(other_streams("all_gather"), other_tree), ranks=2),
-    Row("fsdp.wrap_every", 3, both(other_streams("all_gather"), other_tree),
+    Row("fsdp.shard_size", 2, both(other_tasks("all_reduce"), other_tree), {"fsdp.strategy": "hybrid_shard"},
+        ranks=4, same=True),
+    Row("fsdp.wrap", "whole_model", both(other_tasks("all_gather"), other_tree), ranks=2),
+    Row("fsdp.wrap_every", 3, both(other_tasks("all_gather"), other_tree),
         {"fsdp.wrap": "every_n_blocks", "model.layers": 6}, ranks=2),
-    Row("fsdp.min_num_params", 100, both(other_streams("all_gather"), other_tree),
+    Row("fsdp.min_num_params", 100, both(other_tasks("all_gather"), other_tree),
         {"fsdp.wrap": "min_num_params"}, ranks=2),
     Row("fsdp.sync_every_micro_batch", "false", both(reduces(2), lambda a, b: reduces(6)(b, a)),
         {"train.grad_accum_steps": 3}, ranks=2),
-    Row("fsdp.reshard_after_forward", "2", other_streams("all_gather"), {"train.threads": 1}, ranks=4,
-        same=True),
+    # A quarter of the group's part stays on each rank: copied once a step and unit, in a buffer.
+    Row("fsdp.reshard_after_forward", "2", both(other_tree, lambda a, b: b.count("copy") > a.count("copy")),
+        ranks=4, same=True),
+    Row("fsdp.reshard_after_forward", "false", exits_with(2), ranks=2),  # full_shard does
+    Row("fsdp.reshard_after_forward", "true", exits_with(2), {"fsdp.strategy": "shard_grad_op"}, ranks=2),
     Row("fsdp.prefetch_forward", 3, other_tree, {"model.layers": 6}, ranks=2, same=True),
     Row("fsdp.prefetch_backward", 3, other_tree, {"model.layers": 6}, ranks=2, same=True),
     Row("fsdp.offload", "params_and_optimizer", lambda a, b: set(b.streams) > set(a.streams), ranks=2,
         same=True),
-    Row("fsdp.communicators", 1, lambda a, b: b.count("reduce_scatter blocks.0") > 0 and
-        b.streams != a.streams, ranks=2, same=True),
+    Row("fsdp.communicators", 1, lambda a, b: "reduce_scatter blocks.0" in a.streams["reduce_scatter"] and
+        "reduce_scatter blocks.0" in b.streams["all_gather"], ranks=2, same=True),
     Row("fsdp.ignored", "blocks.0.*", lambda a, b: a.steps[0]["loss"] == b.steps[0]["loss"] and
-        a.steps[0]["grad_norm"] > b.steps[0]["grad_norm"] > 0, ranks=2),
+        a.steps[0]["grad_norm"] > b.steps[0]["grad_norm"] > 0 and
+        a.count("all_gather blocks.0") > b.count("all_gather blocks.0") == 0, ranks=2),
     Row("fsdp.wire_dtype", "bf16", other_numbers, ranks=2),
     Row("precision.param_dtype", "bf16", both(other_numbers, lambda a, b: " bf16, " in b.tree())),
     Row("precision.reduce_dtype", "bf16", other_numbers, BF16, ranks=2),
@@ -411,13 +451,24 @@ ROWS = [
         same=True),
     Row("precision.buffer_dtype", "bf16", other_numbers, BF16 | {"model.kind": "bloom", "model.heads": 16,
                                                               "model.width": 32}),
+    # The embedding, ignored, stays in f32, and so does what comes from it.
+    Row("precision.cast_forward_inputs", "false", lambda a, b: a.status == 0 and b.status != 0 and
+        "error: rms_norm: w must have x's dtype (f32) or f32, got bf16" in b.text,
+        BF16 | {"fsdp.ignored": "embed.*", "model.tied": "false"}),
     Row("precision.norm_fp32", "true", both(other_last, lambda a, b: "weight [16] f32" in b.tree()),
         BF16),
-    Row("precision.loss_scale", "static", lambda a, b: "loss_scale" in b.steps[0], BF16),
+    Row("precision.loss_scale", "static", lambda a, b: b.values("loss_scale") == [4, 4, 4, 4],
+        BF16 | LOSS_SCALE),
+    Row("precision.loss_scale", "dynamic", lambda a, b: b.values("loss_scale") == [4, 4, 8, 8],
+        BF16 | LOSS_SCALE),
     Row("precision.loss_scale_init", 2.0, lambda a, b: b.steps[0]["loss_scale"] == 2.0, F16),
     Row("precision.loss_scale_interval", 2, lambda a, b: b.values("loss_scale") == [4, 4, 8, 8],
         F16 | {"precision.loss_scale_init": 4.0}),
     Row("recompute.policy", "full", more("attention_fwd", 2), same=True),
+    Row("recompute.policy", "selective", both(more("attention_fwd", 1), lambda a, b: b.count("swiglu_fwd") >
+                                              a.count("swiglu_fwd")), same=True),
+    Row("recompute.policy", "every_n", lambda a, b: a.count("attention_fwd") < b.count(
+        "attention_fwd") < 2 * a.count("attention_fwd"), same=True),
     Row("recompute.every_n", 3, lambda a, b: a.count("attention_fwd") - b.count("attention_fwd") == 2,
         {"recompute.policy": "every_n", "model.layers": 6}, same=True),
     Row("memory.limit", "4MiB", peak_is_right, WIDE),
@@ -500,8 +551,6 @@ ELSEWHERE = {
     "dist.nccl_max_ctas": ("apps/trainer_test.cc", "the keys of NCCL reach its communicators"),
     "memory.split":
         ("core/runtime/allocator_test.cc", "a cached block is cut if that leaves split_nbytes"),
-    "precision.cast_forward_inputs":
-        ("dist/fsdp_precision_test.cc", "cast_forward_inputs makes a unit's inputs param_dtype"),
 }
 
 
@@ -547,49 +596,104 @@ def run_row(row):
     return before, after
 
 
-def metrics_are_right():
-    """What a line of the metrics says of time and memory, against the clock and the allocator."""
-    problems = []
+def metrics_of_time():
+    """What a line of the metrics says of time and tokens, against the clock."""
     run = RUNS.run(BASE | {"train.steps": 400, "train.micro_batch": 8}, watch=True)
-    for step in run.steps:
-        if abs(step["tokens_per_second"] * step["step_ms"] / 1e3 - 64) > 1e-3:
-            problems.append(f"tokens_per_second x step_ms is not the step's 64 tokens: {step}")
-            break
     # step_ms is the mean of the last 16 steps.
     total = sum(16 * step["step_ms"] for step in run.steps[31::16]) / 1e3
     if not run.step_seconds / 2 < total < run.step_seconds * 2 + 0.05:
-        problems.append(f"steps take {total} s by the metrics, {run.step_seconds} s by the clock")
-    if run.values("tokens")[-1] != 400 * 64:
-        problems.append(f"tokens at the end: {run.values('tokens')[-1]}, expected {400 * 64}")
+        yield f"steps take {total} s by the metrics, {run.step_seconds} s by the clock"
+    passes = RUNS.run(BASE | {"train.grad_accum_steps": 3}, ranks=2)
+    for run, per_step in ((run, 64), (passes, 2 * 3 * 2 * 8)):
+        for step in run.steps:
+            if abs(step["tokens_per_second"] * step["step_ms"] / 1e3 - per_step) > 1e-3:
+                yield f"tokens_per_second x step_ms is not the step's {per_step} tokens: {step}"
+                break
+        expected = [per_step * step for step in run.values("step")]
+        if run.values("tokens") != expected:
+            yield f"tokens: {run.values('tokens')[:4]} ..., expected {expected[:4]} ..."
+    ranks = RUNS.run(BASE | {"output.peak_tflops": 0.001}, ranks=2)
+    for step in ranks.steps:
+        flops = step["tokens_per_second"] * flops_per_token(2, 16, 64, 8, 256)
+        if abs(step["mfu"] - flops / 2e9) > 1e-6 * step["mfu"]:
+            yield f"mfu {step['mfu']} on 2 ranks of 1 GFLOP/s that do {flops} FLOP/s"
+
+
+def metrics_of_memory():
     small, large = RUNS.run(BASE), RUNS.run(BASE | WIDE)
     more_bytes = max(large.values("peak_bytes")) - max(small.values("peak_bytes"))
     matrices = 4 * (4 * 256 * 256 + 3 * 256 * 704) + 256 * 256
     if not 16 * matrices < more_bytes < 40 * matrices:
-        problems.append(f"peak_bytes grow by {more_bytes} for {matrices} more parameters in f32")
-    two = RUNS.run(BASE | {"fsdp.prefetch_forward": 0, "fsdp.prefetch_backward": 0}, ranks=2)
-    if not all(step["exposed_gather_ms"] > 0 for step in two.steps):
-        problems.append("no gather is exposed without prefetch")
-    return problems
+        yield f"peak_bytes grow by {more_bytes} for {matrices} more parameters in f32"
+    for step in large.steps:
+        if step["peak_bytes"] >= step["reserved_bytes"]:
+            yield f"peak_bytes are not below reserved_bytes, where nothing was given back: {step}"
+
+
+def metrics_of_waits():
+    """Without prefetch each gather is waited for, and what a step waits for is its share."""
+    keys = {"fsdp.prefetch_forward": 0, "fsdp.prefetch_backward": 0, "train.steps": 20}
+    run = RUNS.run(BASE | keys, ranks=2)
+    gathers = sum(step["exposed_gather_ms"] > 0 for step in run.steps)
+    if gathers < 10:
+        yield f"a gather is exposed in {gathers} of 20 steps without prefetch"
+    reduces = run.values("exposed_reduce_ms")
+    if not sum(reduces) > 0:
+        yield "no reduce of 20 steps is exposed"
+    shares = re.findall(r"^step .*  exposed ([0-9.]+)%", run.text, re.M)
+    if len(shares) != 20:
+        yield f"{len(shares)} of 20 lines say what was exposed"
+        return
+    for i in range(20):
+        last = run.steps[max(0, i - 15):i + 1]
+        waited = sum(s["exposed_gather_ms"] + s["exposed_reduce_ms"] for s in last)
+        share = min(1, waited / (len(last) * run.steps[i]["step_ms"])) * 100
+        if abs(share - float(shares[i])) > 0.06:
+            yield f"step {i + 1}: exposed {shares[i]} %, expected {share}"
+
+
+def dropout_masks():
+    """A sample's mask is that of its place in the step, whoever computes it and in which pass; each
+    step has others."""
+    keys = GPT2 | {"model.dropout": 0.5, "optim.lr": 0, "optim.final_lr": 0, "train.micro_batch": 4}
+    whole = RUNS.run(BASE | keys)
+    for ranks, micro_batch, passes in ((1, 1, 4), (2, 2, 1), (2, 1, 2)):
+        parts = RUNS.run(BASE | keys | {"train.micro_batch": micro_batch,
+                                        "train.grad_accum_steps": passes}, ranks=ranks)
+        for a, b in zip(whole.values("loss"), parts.values("loss"), strict=True):
+            if abs(a - b) > 1e-5 * a:
+                yield f"{ranks} ranks x {passes} passes x {micro_batch}: loss {b}, expected {a}"
+                break
+    losses = RUNS.run(BASE | keys | TOKENS | {"data.tokens": "@SAME@"}).values("loss")
+    if len(set(losses)) != 4:
+        yield f"with one sample and no update the losses of four steps are {losses}, expected four"
+
+
+# What a run says that is of no single key.
+CHECKS = {"metrics of time": metrics_of_time, "metrics of memory": metrics_of_memory,
+          "metrics of waits": metrics_of_waits, "dropout masks": dropout_masks}
 
 
 def main():
     global RUNS
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("apps", help="the directory of the programs")
-    parser.add_argument("--only", default="", help="keys that contain this text")
+    parser.add_argument("--only", default="", help="keys and checks that contain this text")
     parser.add_argument("--mpirun", default="mpirun")
     options = parser.parse_args()
     RUNS = Runs(options)
-    failures = 0
+    failures = num_tried = 0
     try:
         base = RUNS.run(BASE)
         if base.status != 0:
             print(base.text)
             return 1
-        hf = RUNS.tool("tessera-checkpoint", "export", os.path.join(RUNS.run(
-            BASE | TOKENS | {"checkpoint.every": 4}).dir, "out"), RUNS.path("hf"))
-        if hf.returncode != 0:
-            print(hf.stderr)
+        for name, keys in (("hf", TOKENS), ("hf_gpt2", TOKENS | GPT2)):
+            out = os.path.join(RUNS.run(BASE | keys).dir, "out")
+            done = RUNS.tool("tessera-checkpoint", "export", out, RUNS.path(name))
+            if done.returncode != 0:
+                print(done.stderr)
+                return 1
         text = RUNS.tool("tessera-train", "--help").stdout
         keys = re.findall(r"^  --([a-z_.0-9]+) ", text, re.M)
         rows = {row.key for row in ROWS}
@@ -610,6 +714,7 @@ def main():
             if options.only not in row.key:
                 continue
             problem = ""
+            num_tried += 1
             before, after = run_row(row)
             try:
                 if not row.sees(before, after):
@@ -622,14 +727,17 @@ def main():
                 failures += 1
                 print(f"FAILED {row.key} = {row.value}: {problem}", flush=True)
                 print("  " + "\n  ".join(after.text.splitlines()[-3:]))
-        if not options.only:
-            for problem in metrics_are_right():
+        for name, check in CHECKS.items():
+            if options.only not in name:
+                continue
+            num_tried += 1
+            for problem in check():
                 failures += 1
-                print(f"FAILED metrics: {problem}")
+                print(f"FAILED {name}: {problem}", flush=True)
     finally:
         shutil.rmtree(RUNS.dir, ignore_errors=True)
-    print(f"{len(ROWS)} keys, {failures} failures")
-    return 1 if failures else 0
+    print(f"{num_tried} rows and checks, {failures} failures")
+    return 1 if failures or num_tried == 0 else 0
 
 
 if __name__ == "__main__":

@@ -1,0 +1,402 @@
+#!/usr/bin/env python3
+"""Faults planted by hand: for each, a test that is there to find it fails.
+
+    planted.py [--only NAME ...] [--work DIR] [--jobs N] [-- meson option ...]
+    planted.py --check
+
+Each row of PLANTED has a piece of text, wherever it is in a folder, and what it becomes: all of them
+are built at once into a copy of the tree and tried one by one (work_copy.py). A row holds if one of its
+tests fails that passes without it. Most rows are keys that are parsed and go nowhere. By hand, some
+minutes behind the build; `--check`, which is in the suite, sees that each text still occurs once in its
+folder and that each test is still there.
+
+What changes is the whole text, or what stands in [[ ]] where the rest only says which place is meant:
+an expression, or statements if it ends with a semicolon. A test is `run KEY` (settings_effects.py, the
+rows of that key) or `NAME FILTER` (a program of Catch2, and the start of a test case's name).
+"""
+import argparse
+import os
+import re
+import sys
+
+from work_copy import PRELUDE, Change, WorkCopy, with_switches
+
+APPS, FSDP = "apps", "dist/fsdp"
+PREFETCH = "dist/fsdp_order fsdp order: as many units are gathered ahead"
+
+
+class Row:
+    def __init__(self, name, folder, old, new, *tests):
+        self.name, self.folder, self.old, self.new, self.tests = name, folder, old, new, tests
+
+    def places(self, root):
+        """Where the text is; how its lines are broken does not matter."""
+        def pattern_of(text):
+            return r"\s+".join(re.escape(word) for word in text.split())
+        before, piece, after = re.fullmatch(r"(.*)\[\[(.*)\]\](.*)", self.old, re.S).groups() \
+            if "[[" in self.old else ("", self.old, "")
+        pattern = re.compile(pattern_of(before) + r"\s*(?P<piece>" + pattern_of(piece) + r")\s*" +
+                             pattern_of(after))
+        found = []
+        for folder, _, names in os.walk(os.path.join(root, self.folder)):
+            for name in sorted(names):
+                if not name.endswith((".cc", ".h")):
+                    continue
+                path = os.path.relpath(os.path.join(folder, name), root)
+                text = text_of(root, path)
+                for match in pattern.finditer(text):
+                    found.append(Change(path, text, *match.span("piece"), self.new))
+        return found
+
+
+PLANTED = [
+    # Sharding: keys that go nowhere.
+    Row("strategy", APPS, "  options.strategy = dist::strategy_from_name(config.fsdp.strategy);\n", "",
+        "run fsdp.strategy"),
+    Row("shard_size", APPS, "  options.shard_size = static_cast<int>(config.fsdp.shard_size);\n", "",
+        "run fsdp.shard_size"),
+    Row("wrap: whole_model", APPS, 'config.fsdp.wrap == "whole_model"', "false", "run fsdp.wrap"),
+    Row("wrap: every_n_blocks", APPS, 'config.fsdp.wrap == "every_n_blocks"', "false",
+        "run fsdp.wrap_every"),
+    Row("wrap: min_num_params", APPS, 'config.fsdp.wrap == "min_num_params"', "false",
+        "run fsdp.min_num_params"),
+    Row("wrap_every", APPS, "static_cast<int>(config.fsdp.wrap_every)", "2", "run fsdp.wrap_every"),
+    Row("min_num_params", APPS, "min_num_params([[config.fsdp.min_num_params]])", "1000",
+        "run fsdp.min_num_params"),
+    Row("sync_every_micro_batch", APPS, 'config.fsdp.sync_every_micro_batch != "auto"', "false",
+        "run fsdp.sync_every_micro_batch"),
+    Row("reshard_after_forward: true, false", APPS, 'reshard == "true" || reshard == "false"', "false",
+        "run fsdp.reshard_after_forward"),
+    Row("reshard_after_forward: a group size", APPS, 'reshard != "auto"', "false",
+        "run fsdp.reshard_after_forward"),
+    Row("prefetch_forward", APPS, "static_cast<int>(config.fsdp.prefetch_forward)", "1",
+        "run fsdp.prefetch_forward"),
+    Row("prefetch_backward", APPS, "static_cast<int>(config.fsdp.prefetch_backward)", "1",
+        "run fsdp.prefetch_backward"),
+    Row("communicators", APPS, "static_cast<int>(config.fsdp.communicators)", "2",
+        "run fsdp.communicators"),
+    Row("offload", APPS, "dist::offload_from_name(config.fsdp.offload)", "dist::Offload::kNone",
+        "run fsdp.offload"),
+    Row("ignored", APPS,
+        '  options.ignored = matching_parameters(config, "fsdp.ignored", config.fsdp.ignored, model);\n', "",
+        "run fsdp.ignored"),
+    Row("frozen", APPS, ".tensor.set_requires_grad([[false]])", "true", "run model.frozen"),
+    Row("reproducible", APPS, "  options.reproducible = config.train.reproducible;\n", "",
+        "run train.reproducible"),
+
+    # Precision.
+    Row("param_dtype", APPS, "dtype_from_name(config.precision.param_dtype)", "kF32",
+        "run precision.param_dtype"),
+    Row("reduce_dtype", APPS, "dtype_from_name(config.precision.reduce_dtype)", "kF32",
+        "run precision.reduce_dtype"),
+    Row("wire_dtype", APPS, "dtype_or_same(config.fsdp.wire_dtype)", "std::nullopt",
+        "run fsdp.wire_dtype"),
+    Row("output_dtype", APPS, "dtype_or_same(config.precision.output_dtype)", "std::nullopt",
+        "run precision.output_dtype"),
+    Row("buffer_dtype", APPS, "dtype_or_same(config.precision.buffer_dtype)", "std::nullopt",
+        "run precision.buffer_dtype"),
+    Row("cast_forward_inputs", APPS,
+        "  options.precision.cast_forward_inputs = config.precision.cast_forward_inputs;\n", "",
+        "run precision.cast_forward_inputs"),
+    Row("norm_fp32", APPS, "  options.precision.norm_fp32 = config.precision.norm_fp32;\n", "",
+        "run precision.norm_fp32"),
+    Row("loss_scale: static", APPS, 'config.loss_scale == "static"', "false", "run precision.loss_scale"),
+    Row("loss_scale: dynamic", APPS, 'config.loss_scale == "dynamic"', "false",
+        "run precision.loss_scale"),
+    Row("loss_scale_init", APPS, "  options.init = config.loss_scale_init;\n", "",
+        "run precision.loss_scale_init"),
+    Row("loss_scale_interval", APPS, "  options.rule.interval = config.loss_scale_interval;\n", "",
+        "run precision.loss_scale_interval"),
+
+    # Recomputation.
+    Row("recompute: full", APPS, 'config.policy == "full"', "false", "run recompute.policy"),
+    Row("recompute: every_n", APPS, 'config.policy == "every_n"', "false", "run recompute.every_n"),
+    Row("recompute: selective", APPS, 'config.policy == "selective"', "false", "run recompute.policy"),
+    Row("every_n", APPS, "return {kind, [[config.every_n]]};", "2", "run recompute.every_n"),
+
+    # The model.
+    Row("tied", APPS, "  c.tied = config.tied;\n", "", "run model.tied"),
+    Row("norm_eps", APPS, "  c.norm_eps = static_cast<float>(config.norm_eps);\n", "",
+        "run model.norm_eps"),
+    Row("dropout of gpt2", APPS, "[[c.dropout = config.dropout;]] c.gelu", "",
+        "run model.dropout"),
+    Row("dropout of bloom", APPS,
+        "[[c.dropout = config.dropout;]] return std::make_unique<nn::Bloom>", "",
+        "run model.dropout"),
+    Row("bias", APPS, "    c.bias = config.bias;\n", "", "run model.bias"),
+    Row("gelu", APPS, 'config.gelu == "exact"', "false", "run model.gelu"),
+    Row("rope_theta", APPS, "  c.rope.theta = static_cast<float>(config.rope_theta);\n", "",
+        "run model.rope_theta"),
+    Row("rope_scaling: linear", APPS, 'config.rope_scaling == "linear"', "false",
+        "run model.rope_scaling"),
+    Row("rope_scaling: llama3", APPS, 'config.rope_scaling == "llama3"', "false",
+        "run model.rope_low_freq_factor"),
+    Row("rope_factor", APPS, "  c.rope.factor = static_cast<float>(config.rope_factor);\n", "",
+        "run model.rope_factor"),
+    Row("rope_low_freq_factor", APPS,
+        "  c.rope.low_freq_factor = static_cast<float>(config.rope_low_freq_factor);\n", "",
+        "run model.rope_low_freq_factor"),
+    Row("rope_high_freq_factor", APPS,
+        "  c.rope.high_freq_factor = static_cast<float>(config.rope_high_freq_factor);\n", "",
+        "run model.rope_high_freq_factor"),
+    Row("rope_original_context", APPS,
+        "  c.rope.original_max_position = config.rope_original_context;\n", "",
+        "run model.rope_original_context"),
+    Row("documents not masked", APPS, "if ([[!batch.document_starts.empty()]])", "false",
+        "run data.separator"),
+    Row("documents not masked where positions restart", APPS, "if ([[!batch.document_starts.empty()]])",
+        "!batch.document_starts.empty() && batch.positions.empty()", "run data.separator"),
+    Row("positions not restarted", APPS, "if ([[!batch.positions.empty()]])", "false",
+        "run data.restart_positions"),
+
+    # The optimizer.
+    Row("clip", APPS, "clip_grad_norm([[config_.optim.clip]],", "1.0", "run optim.clip"),
+    Row("clip_p", APPS, "[[config_.optim.clip_p]],", "2.0", "run optim.clip_p"),
+    Row("beta1", APPS, "  options.beta1 = optim.beta1;\n", "", "run optim.beta1"),
+    Row("beta2", APPS, "  options.beta2 = optim.beta2;\n", "", "run optim.beta2"),
+    Row("eps", APPS, "  options.eps = optim.eps;\n", "", "run optim.eps"),
+    Row("weight_decay of adamw", APPS, "[[options.weight_decay = weight_decay;]] if", "",
+        "run optim.weight_decay"),
+    Row("weight_decay of sgd", APPS, "[[options.weight_decay = weight_decay;]] return", "",
+        "run optim.weight_decay"),
+    Row("momentum", APPS, "    options.momentum = static_cast<float>(optim.momentum);\n", "",
+        "run optim.momentum"),
+    Row("nesterov", APPS, "    options.nesterov = optim.nesterov;\n", "", "run optim.nesterov"),
+    Row("stochastic_rounding", APPS, "if ([[optim.stochastic_rounding]])", "false",
+        "run optim.stochastic_rounding"),
+    Row("the seed of stochastic rounding", APPS,
+        "options.rounding_seed = [[static_cast<uint64_t>(config.train.seed)]]", "1",
+        "run train.seed"),
+    Row("warmup_steps", APPS, "  options.warmup_steps = config.optim.warmup_steps;\n", "",
+        "run optim.warmup_steps"),
+    Row("decay_steps", APPS, ": [[config.optim.decay_steps]];", "config.train.steps / 5",
+        "run optim.decay_steps"),
+    Row("a constant schedule", APPS,
+        "  options.kind = optim::schedule_from_name(config.optim.schedule);\n",
+        "  options.kind = optim::ScheduleKind::kConstant;\n", "run optim.schedule"),
+    Row("cosine is linear", "optim", "[[o.kind == ScheduleKind::kCosine]] ?", "false",
+        "run optim.schedule"),
+    Row("wsd is linear", "optim", "if ([[o.kind == ScheduleKind::kWsd]]) start", "false",
+        "run optim.decay_steps"),
+    Row("the rate is the peak", APPS, "pending.lr = schedule_->lr(step);",
+        "pending.lr = config_.optim.lr;", "run optim.schedule"),
+    Row("the rate is said and not applied", APPS,
+        "optimizer_->step(static_cast<float>([[pending.lr]]),", "config_.optim.lr", "run optim.warmup_steps"),
+
+    # Batches, seeds, evaluation, samples.
+    Row("the dropout offset of later passes", APPS, ".sample_offset = [[offset]]};",
+        "world_.rank() * B",
+        "run dropout masks"),
+    Row("the dropout offset of other ranks", APPS, ".sample_offset = [[offset]]};",
+        "pass * world_.world_size() * B",
+        "run dropout masks"),
+    Row("dropout draws the same in each step", APPS, ".step = [[static_cast<uint64_t>(step)]],", "0", "run dropout masks"),
+    Row("eval_batches", APPS, "if ([[config.eval_batches > 0]])", "false", "run train.eval_batches"),
+    Row("sample.tokens", APPS, "options.num_tokens = config_.sample.tokens;", "options.num_tokens = 12;",
+        "run sample.tokens"),
+    Row("sample.prompt", APPS, "data_.tokenizer->encode([[config_.sample.prompt]]); const", '"line "', "run sample.prompt"),
+    Row("sample.temperature", APPS, ".temperature = [[config_.sample.temperature]]", "1.0",
+        "run sample.temperature"),
+    Row("sample.top_k", APPS, ".top_k = [[config_.sample.top_k]]", "0", "run sample.top_k"),
+    Row("sample.top_p", APPS, ".top_p = [[config_.sample.top_p]]", "1.0", "run sample.top_p"),
+    Row("the seed of samples", APPS,
+        ".seed = [[static_cast<uint64_t>(config_.train.seed)]]}; std::vector<int32_t> text", "1", "run train.seed"),
+    Row("the seed of the data's order", APPS,
+        "  options.seed = static_cast<uint64_t>(config.train.seed);\n", "", "run train.seed"),
+    Row("the seed of dropout", APPS, "random_state() = {.seed = [[static_cast<uint64_t>(config_.train.seed)]]",
+        "1", "run train.seed"),
+    Row("the seed of initial values", APPS, "initialize([[static_cast<uint64_t>(config_.train.seed)]])",
+        "1", "run train.seed"),
+
+    # The machine.
+    Row("nccl_reduce", APPS, 'config.dist.nccl_reduce == "nccl"', "false",
+        "apps/trainer trainer: the keys of NCCL"),
+    Row("nccl_max_ctas", APPS, "static_cast<int>(config.dist.nccl_max_ctas)", "0",
+        "apps/trainer trainer: the keys of NCCL"),
+    Row("kernels.attention", APPS,
+        "  set_attention_backend(attention_backend_from_name(config.kernels.attention));\n", "",
+        "apps/trainer trainer: the keys of kernels"),
+    Row("kernels.gemm", APPS, "  set_gemm_backend(gemm_backend_from_name(config.kernels.gemm));\n", "",
+        "apps/trainer trainer: the keys of kernels"),
+    Row("memory.limit", APPS, "options.memory_limit = parse_nbytes(config.memory.limit);", "",
+        "run memory.limit"),
+    Row("memory.empty_cache_every", APPS,
+        "config_.memory.empty_cache_every > 0 && step_ % config_.memory.empty_cache_every == 0", "false",
+        "run memory.empty_cache_every"),
+    Row("dist.timeout", APPS, "  world.set_timeout(std::chrono::milliseconds("
+        "static_cast<int64_t>(config.dist.timeout * 1e3)));\n", "", "run dist.timeout"),
+    Row("debug.dist", APPS, "world.set_verbose([[config.debug.dist]]);", "false",
+        "run debug.dist"),
+    Row("debug.poison", APPS, "    options.poison = config.debug.poison;\n", "", "run debug.poison"),
+    Row("train.threads", APPS, "world.num_threads(static_cast<int>([[config.train.threads]]))",
+        "1", "run train.threads"),
+
+    # What is said of speed, memory and waits.
+    Row("MFU without the ranks", APPS, "([[config_.output.peak_tflops * 1e12 * world_.world_size()]])",
+        "config_.output.peak_tflops * 1e12", "run metrics of time"),
+    Row("MFU of another peak", APPS, "([[config_.output.peak_tflops * 1e12 * world_.world_size()]])",
+        "1e12 * world_.world_size()",
+        "run output.peak_tflops"),
+    Row("MFU of the forward alone", "nn", "return [[6.0]] * (", "2.0",
+        "run output.peak_tflops"),
+    Row("tokens/s of one rank", APPS,
+        "m.tokens_per_second = [[static_cast<double>(tokens_per_step_)]]",
+        "static_cast<double>(tokens_per_step_ / world_.world_size())",
+        "run metrics of time"),
+    Row("tokens/s of one pass", APPS,
+        "m.tokens_per_second = [[static_cast<double>(tokens_per_step_)]]",
+        "static_cast<double>(tokens_per_step_ / grad_accum_steps_)",
+        "run metrics of time"),
+    Row("milliseconds of a step taken for seconds", APPS, "return [[total.count() / static_cast<double>(ends_.size() - 1)]];",
+        "total.count() / static_cast<double>(ends_.size() - 1) / 1000", "run metrics of time"),
+    Row("tokens counted wrong", APPS,
+        "m.tokens = (pending.first_sample + samples_per_step_) * config_.model.context;",
+        "m.tokens = pending.first_sample * config_.model.context;", "run metrics of time"),
+    Row("peak_bytes are those of the last allocation", "core",
+        "if ([[stats.allocated > stats.peak_allocated]]) {", "sign > 0", "run memory.limit",
+        "core/runtime/allocator allocator: counts by class"),
+    Row("peak_bytes halved", APPS, "m.peak_bytes = memory.peak_allocated;",
+        "m.peak_bytes = memory.peak_allocated / 2;", "run memory.limit", "run metrics of memory"),
+    Row("peak_bytes are what is reserved", APPS, "m.peak_bytes = memory.peak_allocated;",
+        "m.peak_bytes = memory.reserved;", "run memory.limit", "run metrics of memory"),
+    Row("no gather is ever exposed", APPS, "m.exposed_gather_ms = pending.exposed->gather_ms();",
+        "m.exposed_gather_ms = 0;", "run metrics of waits"),
+    Row("no reduce is ever exposed", APPS, "m.exposed_reduce_ms = pending.exposed->reduce_ms();",
+        "m.exposed_reduce_ms = 0;", "run metrics of waits"),
+    Row("the share exposed is always 0", APPS, "m.exposed = rate_.exposed();", "m.exposed = 0;",
+        "run metrics of waits"),
+    Row("waits for gathers are taken for those for reduces", FSDP, "&exposure, [[&ExposedTime::gather_ns]],",
+        "&ExposedTime::reduce_ns", "run metrics of waits"),
+
+    # The schedule of a step.
+    Row("no forward prefetch", FSDP, "k < [[options_.prefetch_forward]] &&", "0",
+        PREFETCH),
+    Row("forward prefetch of one at most", FSDP, "k < [[options_.prefetch_forward]] &&",
+        "std::min(1, options_.prefetch_forward)", PREFETCH),
+    Row("no backward prefetch", FSDP, "k < [[options_.prefetch_backward]] &&", "0",
+        PREFETCH),
+    Row("backward prefetch of one at most", FSDP, "k < [[options_.prefetch_backward]] &&",
+        "std::min(1, options_.prefetch_backward)", PREFETCH),
+    Row("the hash of a step's collectives is not compared", FSDP,
+        "if (theirs != program_hash_) throw_disagreement();", "(void)theirs;",
+        "dist/fsdp_order fsdp order: programs that differ after step 0"),
+    Row("no outer sum where the last micro-batch has no backward", FSDP,
+        "if (is_outer_due) reduce_over_replicas(g, step);", "",
+        "dist/fsdp_order fsdp order: a step whose last micro-batch has no backward"),
+    Row("clip does not wait for a gather that nobody used", FSDP,
+        "if (unit->is_unsharded()) unit->wait_for_gather();", "",
+        "dist/fsdp_order fsdp order: the norm waits for gathers"),
+]
+
+
+def text_of(root, name):
+    with open(os.path.join(root, name)) as file:
+        return file.read()
+
+
+def check_the_switches():
+    """An expression, statements, and two changes of one place become branches."""
+    text = "a = f(x + 1, y);\nb = 2;\n"
+    changes = [Change("", text, 6, 11, "x"), Change("", text, 6, 11, "0"), Change("", text, 17, 23, "")]
+    for number, change in enumerate(changes, 1):
+        change.number = number
+    expected = ("a = f((::tessera_change::chosen == 1 ? (x) : ::tessera_change::chosen == 2 ? (0) : (x + 1)), "
+                "y);\n{ if (::tessera_change::chosen == 3) {  } else { b = 2; } }\n")
+    assert with_switches(text, changes) == PRELUDE + expected, with_switches(text, changes)
+    assert changes[0].overlaps(Change("", text, 4, 15, "")) and not changes[0].overlaps(changes[1])
+
+
+def check(root):
+    """Rows whose text or test is gone."""
+    check_the_switches()
+    problems = []
+    cases = {}
+    for folder, _, names in os.walk(os.path.join(root, "test")):
+        for name in names:
+            if name.endswith("_test.cc"):
+                path = os.path.relpath(os.path.join(folder, name), root)
+                cases[path] = re.sub(r'"\s*\n?\s*"', "", text_of(root, path))
+    effects = text_of(root, "test/apps/settings_effects.py")
+    for row in PLANTED:
+        places = row.places(root)
+        if len(places) != 1:
+            problems.append(f"{row.name}: its text occurs {len(places)} times in {row.folder}, expected "
+                            f"once: {row.old.strip()!r} ({', '.join(place.file for place in places)})")
+        for test in row.tests:
+            name, filter_ = test.split(" ", 1)
+            if name == "run":
+                if f'"{filter_}"' not in effects:
+                    problems.append(f"{row.name}: no row of {filter_} in settings_effects.py")
+            elif f'TEST_CASE("{filter_}' not in cases.get(f"test/{name}_test.cc", ""):
+                problems.append(f"{row.name}: no test case \"{filter_}...\" in test/{name}_test.cc")
+    for problem in problems:
+        print(f"FAILED {problem}")
+    print(f"{len(PLANTED)} planted faults, {len(problems)} of them stale")
+    return 1 if problems else 0
+
+
+def parse_test(copy, words):
+    name, filter_ = words.split(" ", 1)
+    if name == "run":
+        return copy.tests["apps/settings_effects"], ["--only", filter_]
+    return copy.tests[name], [filter_ + "*"]
+
+
+def try_row(copy, row):
+    """What has become of it, in words."""
+    for words in row.tests:
+        test, arguments = parse_test(copy, words)
+        if not copy.passes_clean(test, arguments):
+            return f"NOT TRIED: `{words}` fails without it"
+        if copy.fails_with(row.change, test, arguments):
+            return f"caught by `{words}`"
+    return "SURVIVED"
+
+
+def in_batches(rows):
+    """So that no two changes of a batch overlap."""
+    batches = []
+    for row in rows:
+        for batch in batches:
+            if not any(row.change.overlaps(other.change) for other in batch):
+                batch.append(row)
+                break
+        else:
+            batches.append([row])
+    return batches
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="only look for rows that are stale")
+    parser.add_argument("--only", nargs="+", default=[], help="names of rows to try")
+    parser.add_argument("--work", default="/tmp/tessera-planted", help="where the copy is")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="of a build")
+    parser.add_argument("setup", nargs="*", help="options of meson setup, behind --")
+    options = parser.parse_args()
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    if options.check:
+        return check(root)
+    if check(root) != 0:
+        return 1
+    for row in PLANTED:
+        row.change, = row.places(root)
+    rows = [row for row in PLANTED if not options.only or row.name in options.only]
+    copy = WorkCopy(root, options.work, options.jobs)
+    bad = 0
+    for batch in in_batches(PLANTED):
+        if not set(batch) & set(rows):
+            continue
+        refused = copy.plant([row.change for row in batch], options.setup)
+        for row in (row for row in batch if row in rows):
+            verdict = "DOES NOT COMPILE" if row.change in refused else try_row(copy, row)
+            bad += not verdict.startswith("caught")
+            print(f"{row.name}: {verdict}", flush=True)
+        for key in sorted(copy.rejected):
+            print(f"FAILS WITHOUT A CHANGE: {key}")
+    print(f"{len(rows)} planted, {len(rows) - bad} caught")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

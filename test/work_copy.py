@@ -1,0 +1,216 @@
+"""A copy of the tree with a build of its own, in which many changes are built at once and tried one by
+one: each is a branch that only the environment variable TESSERA_CHANGE takes.
+
+Used by mutate.py and planted.py. A test counts as failed by a change only if it passes without it.
+"""
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+
+# In front of each changed file, on four lines.
+PRELUDE = """#ifndef TESSERA_CHANGE_H
+#define TESSERA_CHANGE_H
+#include <cstdlib>
+namespace tessera_change { inline const int chosen = std::getenv("TESSERA_CHANGE") != nullptr ? std::atoi(std::getenv("TESSERA_CHANGE")) : 0; }
+#endif
+#pragma GCC diagnostic ignored "-Wsign-compare"
+#pragma GCC diagnostic ignored "-Wparentheses"
+#pragma GCC diagnostic ignored "-Wextra"
+"""
+
+
+def run(command, **kwargs):
+    return subprocess.run(command, capture_output=True, text=True, errors="replace", **kwargs)
+
+
+class Change:
+    """In a file, from `begin` to `end`, `new` in the place of `old`: an expression, or statements if they
+    end with a semicolon (none: left out)."""
+
+    def __init__(self, file, text, begin, end, new):
+        self.file, self.begin, self.end, self.old, self.new = file, begin, end, text[begin:end], new
+        self.line = text.count("\n", 0, begin) + 1
+        self.last_line = text.count("\n", 0, end) + 1
+        self.number = 0
+
+    def overlaps(self, other):
+        return (self.file == other.file and (self.begin, self.end) != (other.begin, other.end) and
+                self.begin < other.end and other.begin < self.end)
+
+
+def with_switches(text, changes):
+    """The file's text with all of its changes as branches."""
+    spans = {}
+    for change in changes:
+        spans.setdefault((change.begin, change.end), []).append(change)
+    for (begin, end), alternatives in sorted(spans.items(), reverse=True):
+        old = text[begin:end]
+        if old.rstrip().endswith(";"):
+            new = "".join(f"if (::tessera_change::chosen == {c.number}) {{ {c.new.strip()} }} else "
+                          for c in alternatives)
+            new = f"{{ {new}{{ {old} }} }}"
+        else:
+            new = "".join(f"::tessera_change::chosen == {c.number} ? ({c.new}) : " for c in alternatives)
+            new = f"({new}({old}))"
+        text = text[:begin] + new + text[end:]
+    return PRELUDE + text
+
+
+class Test:
+    """One test of the suite: what it runs, and what has to be built for it."""
+
+    def __init__(self, listed, targets):
+        self.name = listed["name"]
+        self.command, self.env = listed["cmd"], listed["env"]
+        self.timeout, self.workdir = listed["timeout"], listed["workdir"]
+        self.targets = sorted(f for t in listed["depends"] for f in targets[t]["files"])
+        self.sources = sorted(s for t in listed["depends"] for s in targets[t]["sources"])
+        self.is_program = len(self.command) == 1  # of Catch2: takes filters
+
+
+class WorkCopy:
+    def __init__(self, root, directory, jobs=1):
+        self.root, self.dir, self.jobs = root, directory, jobs
+        self.build_dir = os.path.join(directory, "build")
+        self.changes, self.built = [], set()
+        self.times = {}  # of what passes without a change, seconds
+        self.rejected = set()  # fails without one
+
+    def files_of_tree(self):
+        listed = run(["git", "ls-files", "-co", "--exclude-standard"], cwd=self.root).stdout.split("\n")
+        return {f for f in listed if f and os.path.isfile(os.path.join(self.root, f))}
+
+    def sync(self, changes):
+        """The files of the tree as they are now, with `changes`; what is the same keeps its time."""
+        os.makedirs(self.dir, exist_ok=True)
+        files = self.files_of_tree()
+        of_file = {}
+        for change in changes:
+            of_file.setdefault(change.file, []).append(change)
+        for name in sorted(files):
+            source, target = os.path.join(self.root, name), os.path.join(self.dir, name)
+            with open(source, "rb") as file:
+                content = file.read()
+            if name in of_file:
+                content = with_switches(content.decode(), of_file[name]).encode()
+            if os.path.exists(target):
+                with open(target, "rb") as file:
+                    if file.read() == content:
+                        continue
+            os.makedirs(os.path.dirname(target), exist_ok=True)
+            with open(target, "wb") as file:
+                file.write(content)
+            shutil.copymode(source, target)
+        marker = os.path.join(self.dir, "copied-files")
+        if os.path.exists(marker):
+            with open(marker) as file:
+                for name in set(file.read().split("\n")) - files - {""}:
+                    if os.path.exists(os.path.join(self.dir, name)):
+                        os.remove(os.path.join(self.dir, name))
+        with open(marker, "w") as file:
+            file.write("\n".join(sorted(files)))
+
+    def set_up(self, setup):
+        done = run(["bash", "apps/setup.sh", *setup], cwd=self.dir)
+        if done.returncode != 0:
+            raise SystemExit(f"{self.dir}: setup failed: {done.stdout[-500:]}{done.stderr[-500:]}")
+        self.read_tests()
+
+    def read_tests(self):
+        def introspect(what):
+            return json.loads(run(["meson", "introspect", what, "build"], cwd=self.dir).stdout)
+        targets, self.libraries = {}, []
+        for target in introspect("--targets"):
+            sources = [s for part in target["target_sources"] for s in part.get("sources", [])]
+            targets[target["id"]] = {
+                "files": [os.path.relpath(f, self.build_dir) for f in target["filename"]],
+                "sources": [os.path.relpath(s, self.dir) for s in sources]}
+            if target["type"] == "static library" and not target["defined_in"].startswith(
+                    os.path.join(self.dir, "test")):
+                self.libraries += targets[target["id"]]["files"]
+        self.tests = {t["name"]: Test(t, targets) for t in introspect("--tests")}
+
+    def ninja(self, targets, *options):
+        done = run(["ninja", "-j", str(self.jobs), "-C", "build", *options, *targets],
+                   cwd=self.dir)
+        self.build_output = done.stdout
+        return done.returncode == 0
+
+    def plant(self, changes, setup=()):
+        """Builds the libraries; returns the changes that do not compile, which are left out."""
+        for number, change in enumerate(changes, 1):
+            change.number = number
+        refused = []
+        self.sync(changes)
+        self.set_up(setup)
+        while True:
+            if self.ninja(self.libraries, "-k", "0"):
+                break
+            wrong = set()
+            for match in re.finditer(r"^\.\./(\S+?):(\d+):(?:\d+:)? error", self.build_output, re.M):
+                line = int(match[2]) - PRELUDE.count("\n")
+                wrong |= {c for c in changes if c.file == match[1] and c.line <= line <= c.last_line}
+            if not wrong:
+                raise SystemExit(f"{self.dir} does not build:\n{self.build_output[-3000:]}")
+            refused += wrong
+            changes = [c for c in changes if c not in wrong]
+            self.sync(changes)
+        self.changes = changes
+        return refused
+
+    def build(self, test):
+        """What a test runs, with all changes; whether that works."""
+        if test.name not in self.built and self.ninja(test.targets):
+            self.built.add(test.name)
+        return test.name in self.built
+
+    def try_test(self, test, arguments=(), number=0, limit=None):
+        """Whether it passes with the change of that number, in `limit` seconds or its own limit."""
+        env = dict(os.environ, **test.env)
+        env["TESSERA_CHANGE"] = str(number)
+        start = time.monotonic()
+        log = os.path.join(self.dir, "last-test.log")
+        with open(log, "w") as output:
+            process = subprocess.Popen([*test.command, *arguments], env=env,
+                                       cwd=test.workdir or self.build_dir, stdout=output,
+                                       stderr=subprocess.STDOUT, start_new_session=True)
+            try:
+                status = process.wait(limit or test.timeout)
+            except subprocess.TimeoutExpired:
+                status = None
+            try:  # whatever it has left behind is of its session
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            process.wait()
+        self.seconds = time.monotonic() - start
+        self.is_over_time = status is None
+        with open(log, errors="replace") as file:
+            self.test_output = file.read()
+        # Catch2 ends well when a filter matches nothing.
+        has_run = not re.search(r"No test cases matched|No tests ran", self.test_output)
+        return status in (0, 77) and has_run
+
+    def passes_clean(self, test, arguments=()):
+        """Without a change. Tried once."""
+        key = " ".join([test.name, *arguments])
+        if key in self.times:
+            return True
+        if key in self.rejected:
+            return False
+        if not (self.build(test) and self.try_test(test, arguments)):
+            self.rejected.add(key)
+            return False
+        self.times[key] = self.seconds
+        return True
+
+    def fails_with(self, change, test, arguments=()):
+        """Whether the test passes without the change and fails, or takes far longer, with it."""
+        if not self.passes_clean(test, arguments):
+            return False
+        known = self.times[" ".join([test.name, *arguments])]
+        return not self.try_test(test, arguments, change.number, min(test.timeout, 60 + 8 * known))
