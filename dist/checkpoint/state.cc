@@ -8,7 +8,7 @@
 
 #include "core/autograd.h"
 #include "dist/fsdp/offload.h"
-#include "dist/fsdp/schedule.h"
+#include "dist/fsdp/shard_view.h"
 
 namespace tessera::dist {
 namespace {
@@ -17,39 +17,34 @@ constexpr int64_t kLoadBufferNbytes = int64_t{64} << 20;
 constexpr const char* kParameters = "parameters/";
 
 /// The parts of a group's placements in elements [first, first + numel) of this rank's shard.
-void add_group(std::vector<Slice>& slices, const Group& g, const std::string& prefix,
-               const Tensor& values, int64_t shard_begin, int64_t first, int64_t numel) {
+void add_group(std::vector<Slice>& slices, const HeldGroup& g, const std::string& prefix,
+               const Tensor& values, int64_t first, int64_t numel) {
   for (const Placement& p : g.layout.placements) {
-    const int64_t begin = std::max(shard_begin + first, p.begin);
-    const int64_t end = std::min(shard_begin + first + numel, p.begin + p.numel);
+    const int64_t begin = std::max(g.begin + first, p.begin);
+    const int64_t end = std::min(g.begin + first + numel, p.begin + p.numel);
     if (begin >= end) continue;
     slices.push_back({prefix + p.name, p.shape, begin - p.begin,
-                      values.narrow(0, begin - shard_begin, end - begin)});
+                      values.narrow(0, begin - g.begin, end - begin)});
   }
 }
 
 std::vector<Slice> slices_of(const TrainingState& state, bool owned) {
   std::vector<Slice> slices;
-  const Lanes& lanes = state.fsdp->scheduler().lanes();
+  const ShardView view(*state.fsdp);
   std::vector<optim::NamedState> optimizer_states;
   if (state.optimizer != nullptr) optimizer_states = state.optimizer->state();
   size_t index = 0;  // of the optimizer's shards: the trainable groups in order
-  for (const auto& unit : state.fsdp->scheduler().units()) {
-    for (Group& g : unit->groups()) {
-      const int64_t shard_begin = lanes.shard_rank * g.shard_numel;
-      const int64_t first = owned ? unit->own_begin(g) : 0;
-      const int64_t numel = owned ? unit->own_numel(g) : g.shard_numel;
-      const auto add = [&](const std::string& prefix, const Tensor& values) {
-        add_group(slices, g, prefix, values, shard_begin, first, numel);
-      };
-      add(kParameters, g.master.is_defined() ? g.master : g.shard);
-      if (!g.layout.is_trainable) continue;
-      for (const optim::NamedState& s : optimizer_states) add(s.name + "/", s.tensors[index]);
-      ++index;
+  for (const HeldGroup& g : view.groups()) {
+    const int64_t first = owned ? g.own_begin : 0;
+    const int64_t numel = owned ? g.own_numel : g.numel;
+    add_group(slices, g, kParameters, g.values, first, numel);
+    if (!g.layout.is_trainable) continue;
+    for (const optim::NamedState& s : optimizer_states) {
+      add_group(slices, g, s.name + "/", s.tensors[index], first, numel);
     }
+    ++index;
   }
-  const bool is_first = lanes.shard_rank == 0 && lanes.replicate_rank == 0;
-  if (owned && !is_first) return slices;
+  if (owned && !view.is_first()) return slices;
   // The same on all ranks.
   const auto add_whole = [&](const std::string& name, const Tensor& tensor, bool is_optional) {
     slices.push_back(
@@ -83,14 +78,13 @@ std::vector<std::pair<std::string, Shape>> expected_tensors(const TrainingState&
     for (const optim::NamedState& s : state.optimizer->state()) prefixes.push_back(s.name + "/");
     tensors.emplace_back("optimizer/step_count", Shape{});
   }
-  for (const auto& unit : state.fsdp->scheduler().units()) {
-    for (const Group& g : unit->groups()) {
-      for (const Placement& p : g.layout.placements) {
-        if (p.numel == 0) continue;
-        tensors.emplace_back(kParameters + p.name, p.shape);
-        if (!g.layout.is_trainable) continue;
-        for (const std::string& prefix : prefixes) tensors.emplace_back(prefix + p.name, p.shape);
-      }
+  const ShardView view(*state.fsdp);
+  for (const HeldGroup& g : view.groups()) {
+    for (const Placement& p : g.layout.placements) {
+      if (p.numel == 0) continue;
+      tensors.emplace_back(kParameters + p.name, p.shape);
+      if (!g.layout.is_trainable) continue;
+      for (const std::string& prefix : prefixes) tensors.emplace_back(prefix + p.name, p.shape);
     }
   }
   for (const std::string& name : state.fsdp->options().ignored) {

@@ -9,6 +9,7 @@
 
 #include "core/tensor.h"
 #include "dist/comm/world.h"
+#include "dist/fsdp/clipped_norm.h"
 #include "dist/fsdp/exposure.h"
 #include "dist/fsdp/memory.h"
 #include "dist/fsdp/options.h"
@@ -17,17 +18,7 @@
 
 namespace tessera::dist {
 
-class Scheduler;
-
-/// Device scalars of one gradient clipping; nothing waits for them.
-struct ClippedNorm {
-  Tensor norm;       ///< f32 []: the global norm before clipping
-  Tensor factor;     ///< f32 []: what the optimizer multiplies gradients by
-  Tensor found_inf;  ///< u8 []: 1 if the norm is not finite; the optimizer then changes nothing
-  /// Elements of `ignored` parameters that require a gradient: it is neither in the norm nor
-  /// clipped.
-  int64_t num_left_out = 0;
-};
+struct FsdpParts;
 
 /// A model under Fully Sharded Data Parallel. Made by `fully_shard`; lives as long as the training,
 /// not longer than the model and the World. One step:
@@ -110,7 +101,7 @@ class Fsdp {
   std::string summary() const;
   /// What it keeps in device memory on this rank, by what it is for and by unit.
   MemoryPlan memory() const;
-  /// The gathers, releases and reduces issued since the last end_step, one a line.
+  /// The actions since the last end_step ([Note: Program of a step] in program.h), one a line.
   std::string program() const;
   /// How long compute has waited for each unit's gathers and reduces since the last call. Complete
   /// after what the compute stream has been given so far. On cuda two events a wait measure it,
@@ -118,10 +109,11 @@ class Fsdp {
   std::shared_ptr<const ExposedTimes> exposed_times();
 
   const FsdpOptions& options() const;
-  Scheduler& scheduler() { return *scheduler_; }
 
  private:
-  std::unique_ptr<Scheduler> scheduler_;
+  friend FsdpParts& parts_of(Fsdp& fsdp);
+  friend const FsdpParts& parts_of(const Fsdp& fsdp);
+  std::unique_ptr<FsdpParts> parts_;
 };
 
 /// Shards `root`: its parameters become views into memory that exists while a unit is gathered,

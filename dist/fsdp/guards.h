@@ -1,6 +1,8 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string_view>
 #include <vector>
 
@@ -9,7 +11,6 @@
 namespace tessera::dist {
 
 class Life;
-class Unit;
 
 /// While alive, the parameters of units have all their elements (in param_dtype): what
 /// `Parameter::tensor` of a module shows can be read, and with kWrite be changed in place, by tasks
@@ -36,13 +37,14 @@ class UnshardGuard {
 
  private:
   struct Held {
-    Unit* unit;
-    bool was_unsharded, was_open;
+    size_t unit;
+    bool was_gathered, was_open;
     std::vector<uint32_t> versions;  // of the parameters' tensors when the guard was made
   };
-  void hold(Unit& unit);
+  void hold(size_t unit);
+  void end_hold(const Held& held);
 
-  Scheduler& scheduler_;
+  FsdpParts& parts_;
   const std::shared_ptr<Life> life_;
   const Access access_;
   std::vector<Held> held_;
@@ -61,7 +63,7 @@ class NoSync {
   NoSync& operator=(const NoSync&) = delete;
 
  private:
-  Scheduler& scheduler_;
+  FsdpParts& parts_;
   const std::shared_ptr<Life> life_;
 };
 

@@ -3,16 +3,12 @@
 #include <algorithm>
 #include <utility>
 
-#include "core/elementary/kernel.h"
+#include "dist/fsdp/flat_bytes.h"
 
 namespace tessera::dist {
 namespace {
 
 constexpr unsigned char kPoison = 0xff;
-
-void copy_flat(const Stream& stream, void* dst, const void* src, int64_t numel, DType dtype) {
-  kernels::copy(stream, {dst, src, dtype, dtype, {numel}, {1}, {1}, false});
-}
 
 std::unique_ptr<SlotPool> make_ring(int64_t nbytes, int num_slots, MemoryClass memory_class) {
   const auto allocate = [memory_class](int64_t n) {
@@ -49,14 +45,6 @@ Offloader::~Offloader() {
 void Offloader::drain() const noexcept {
   h2d_.drain();
   d2h_.drain();
-}
-
-void Offloader::wait(const Stream& stream, const Event& event, OffloadWait point) const {
-  if (point == hidden_wait && event.impl() != nullptr) [[unlikely]] {
-    stream.impl()->wait(event);
-  } else {
-    stream.wait(event);
-  }
 }
 
 Event Offloader::load(void* dst, const Tensor& shard, const Event& is_free, const Event& is_ready) {

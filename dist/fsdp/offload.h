@@ -8,6 +8,7 @@
 #include "core/tensor.h"
 #include "dist/fsdp/options.h"
 #include "dist/fsdp/shard.h"
+#include "dist/fsdp/waits.h"
 #include "optim/shard_store.h"
 
 // [Note: Offload]
@@ -96,9 +97,7 @@ class Offloader final : public optim::ShardStore {
 
   const Stream& h2d() const { return h2d_; }
   const Stream& d2h() const { return d2h_; }
-  /// `stream` waits for `event`.
-  void wait(const Stream& stream, const Event& event, OffloadWait point) const;
-  OffloadWait hidden_wait = OffloadWait::kNone;  // from the happens-before checker, by tests
+  Waits<OffloadWait> wait;
 
   void drain() const noexcept;
 

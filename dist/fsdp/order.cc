@@ -1,114 +1,446 @@
-// What the ranks agree on: the collectives of a step, and the order in which units are called.
-#include <algorithm>
+#include "dist/fsdp/order.h"
 
-#include "core/random.h"
-#include "dist/fsdp/schedule.h"
+#include <algorithm>
+#include <utility>
+
+#include "core/check.h"
 
 namespace tessera::dist {
+namespace {
 
-void Scheduler::note(const char* what, const Unit& unit) {
-  const std::string line = fmt::format("{} {}", what, unit.name());
-  const bool is_reduce = std::string_view(what) == "reduce";
-  const int64_t nbytes = is_reduce ? unit.gradient_nbytes() : unit.gathered_nbytes();
-  program_hash_ =
-      hash_name(line) ^ static_cast<uint64_t>(nbytes) ^ (program_hash_ * 0x9E3779B97F4A7C15u + 1);
-  program_.push_back(line);
-  program_nbytes_.push_back(nbytes);
-  ++num_issued_;
-  if (step_ > 0 || world_.world_size() == 1) return;
-  // Step 0: every collective is announced, so that a rank that would issue another one is named
-  // before anybody hangs.
-  struct Signature {
-    int64_t sequence;
-    uint64_t hash;
-  };
-  const Signature mine{num_issued_, program_hash_};
-  std::vector<Signature> all(static_cast<size_t>(world_.world_size()));
-  world_.control().all_gather(all.data(), &mine, sizeof mine);
-  for (const Signature& theirs : all) {
-    if (theirs.hash != mine.hash || theirs.sequence != mine.sequence) throw_disagreement();
+constexpr int kNobody = -1;
+
+bool contains(const std::vector<int>& units, int unit) {
+  return std::find(units.begin(), units.end(), unit) != units.end();
+}
+
+}  // namespace
+
+Order::Order(std::vector<UnitUse> units, std::vector<int> num_slots, const OrderOptions& options,
+             Issuer& issuer)
+    : options_(options),
+      issuer_(issuer),
+      ledger_(std::move(units), std::move(num_slots)),
+      turns_(ledger_.num_units()),
+      uses_(static_cast<size_t>(ledger_.num_units())) {}
+
+// ---- actions
+
+void Order::emit(ActionKind kind, int unit, Phase phase) {
+  const int64_t nbytes = kind == ActionKind::kGather   ? ledger_.unit(unit).gathered_nbytes
+                         : kind == ActionKind::kReduce ? ledger_.unit(unit).gradient_nbytes
+                                                       : 0;
+  const Action action{kind, phase, unit, nbytes};
+  issuer_.act(action);
+  const char* refusal = ledger_.apply(action);
+  TESSERA_CHECK_AS(InternalError, refusal == nullptr, "order: {} of unit {}, but {}",
+                   name_of(action), unit, refusal);
+}
+
+void Order::gather(int unit, Phase phase) {
+  use(unit).is_ahead = false;
+  if (ledger_.is_gathered(unit)) return;
+  if (!ledger_.can_gather(unit)) emit(ActionKind::kAddSlot, unit);
+  emit(ActionKind::kGather, unit, phase);
+}
+
+void Order::wait(int unit) {
+  if (ledger_.state(unit) != ParamState::kOpen) emit(ActionKind::kWait, unit);
+}
+
+void Order::join(int unit) {
+  if (ledger_.state(unit) == ParamState::kGathering) emit(ActionKind::kJoin, unit);
+}
+
+/// Gives the slot back, or where parameters keep their place hides them, unless somebody holds them.
+void Order::release(int unit) {
+  if (!ledger_.is_gathered(unit)) return;
+  Use& u = use(unit);
+  u.is_release_due = u.num_holds > 0;
+  if (u.is_release_due) return;
+  if (ledger_.unit(unit).residence == Residence::kReshard) {
+    join(unit);
+    emit(ActionKind::kRelease, unit);
+  } else if (ledger_.state(unit) == ParamState::kOpen) {
+    emit(ActionKind::kClose, unit);
   }
 }
 
-/// All ranks have seen that their programs differ: says where.
-void Scheduler::throw_disagreement() {
-  std::string mine;
-  for (size_t i = 0; i < program_.size(); ++i) {
-    mine += fmt::format("{} ({} bytes)\n", program_[i], program_nbytes_[i]);
-  }
-  const std::vector<std::string> texts = world_.control().all_gather(mine);
-  const std::string& first = texts.front();
-  size_t other = 1;
-  while (other + 1 < texts.size() && texts[other] == first) ++other;
-  const std::string& second = texts[other];
-  size_t begin = 0, i = 0;  // of the line in which character i lies
-  int64_t number = 1;
-  for (; i < std::min(first.size(), second.size()) && first[i] == second[i]; ++i) {
-    if (first[i] == '\n') begin = i + 1, ++number;
-  }
-  const auto line_of = [begin](const std::string& text) {
-    return begin < text.size() ? text.substr(begin, text.find('\n', begin) - begin)
-                               : std::string("nothing");
-  };
-  throw CommError(fmt::format(
-      "fsdp: the ranks issue different collectives in step {}: as number {}, rank 0 \"{}\" "
-      "and rank {} \"{}\"",
-      step_, number, line_of(first), other, line_of(second)));
+void Order::reduce(int unit) {
+  emit(ActionKind::kReduce, unit, accumulation.is_last ? Phase::kLast : Phase::kNone);
+  use(unit).is_reduce_due = use(unit).is_finished = false;
 }
 
-/// After the first backward: the order in which the units were called replaces the registration
-/// order. Where all ranks called the same, turns that none of them took fall out, and units that
-/// nobody called keep a turn behind their predecessor; else the turns stay as they were issued.
-void Scheduler::agree_on_order() {
-  std::vector<Turn> issued, called;
-  for (const Call& call : calls_) {
-    int index = 0;
-    while (units_[static_cast<size_t>(index)].get() != call.unit) ++index;
-    for (std::vector<Turn>* turns : {&issued, &called}) {
-      if (turns == &called && call.is_skipped) continue;
-      if (turns->empty() || turns->back().unit != index) turns->push_back({index, 0});
-      if (!call.is_skipped) ++turns->back().num_calls;
+void Order::expire(int unit) {
+  const UnitUse& u = ledger_.unit(unit);
+  if (u.residence == Residence::kWhole) return;
+  join(unit);
+  if (ledger_.is_gathered(unit) || u.keeps_part) emit(ActionKind::kExpire, unit);
+}
+
+// ---- between calls
+
+void Order::keep_between_calls(int unit) {
+  if (use(unit).num_active == 0 && !contains(held_, unit)) held_.push_back(unit);
+}
+
+/// Releases what is between calls, but for `except` and units whose backward is to come.
+void Order::release_held(int except) {
+  std::erase_if(held_, [&](int unit) {
+    if (use(unit).num_active > 0) return true;
+    if (unit == except || (in_backward_ && use(unit).num_open > 0)) return false;
+    release(unit);
+    return true;
+  });
+}
+
+/// The same when a forward comes to `position`, where units whose backward is to come stay as well
+/// if nobody takes their slot until then: the last block before the head, the head itself.
+void Order::release_held_before(int position) {
+  const int next = turns_.unit_at(position);
+  std::vector<int> kept;  // pools
+  for (size_t i = held_.size(); i-- > 0;) {
+    const int unit = held_[i];
+    if (unit == next) continue;
+    if (use(unit).num_active == 0) {
+      const int pool = ledger_.unit(unit).pool;
+      if (use(unit).num_open > 0 && !contains(kept, pool) && !is_slot_needed(unit, position)) {
+        kept.push_back(pool);
+        continue;
+      }
+      release(unit);
     }
+    held_.erase(held_.begin() + static_cast<std::ptrdiff_t>(i));
   }
-  const auto hash_of = [](const std::vector<Turn>& turns) {
-    uint64_t hash = 0;
-    for (const Turn& turn : turns) {
-      hash = hash * 0x100000001b3u + static_cast<uint64_t>(turn.unit) + 1;
-    }
-    return hash;
-  };
-  struct Hashes {
-    uint64_t issued, called;
-  };
-  const Hashes mine{hash_of(issued), hash_of(called)};
-  std::vector<Hashes> all(static_cast<size_t>(world_.world_size()));
-  world_.control().all_gather(all.data(), &mine, sizeof mine);
-  const auto all_have = [&](uint64_t Hashes::*hash) {
-    return std::all_of(all.begin(), all.end(),
-                       [&](const Hashes& h) { return h.*hash == mine.*hash; });
-  };
-  TESSERA_CHECK_AS(CommError, all_have(&Hashes::issued),
-                   "fsdp: the ranks called units in different orders in step 0");
-  is_order_known_ = true;
-  if (!all_have(&Hashes::called)) {
-    order_ = std::move(issued);
+}
+
+/// A turn of another unit from `position` on may take the slot of this one.
+bool Order::is_slot_needed(int unit, int position) const {
+  const UnitUse& own = ledger_.unit(unit);
+  if (own.residence != Residence::kReshard) return true;
+  for (int p = position; p < turns_.size(); ++p) {
+    const int other = turns_.unit_at(p);
+    if (other != unit && ledger_.unit(other).pool == own.pool) return true;
+  }
+  return false;
+}
+
+// ---- prefetch
+
+void Order::prefetch_forward(int position) {
+  for (int k = 0; k < options_.prefetch_forward && ++position < turns_.size();) {
+    const int unit = turns_.unit_at(position);
+    if (ledger_.is_gathered(unit) && !use(unit).is_ahead) continue;  // it stayed
+    if (!ledger_.can_gather(unit)) return;                           // the ring is the limit
+    gather(unit, Phase::kForward);
+    use(unit).is_ahead = true;
+    ++k;
+  }
+}
+
+void Order::prefetch_backward(size_t call) {
+  // Calls in a row count once: their number may differ between ranks.
+  int last = calls_[call].unit;
+  for (int k = 0; k < options_.prefetch_backward && call > 0;) {
+    const int unit = calls_[--call].unit;
+    if (unit == std::exchange(last, unit)) continue;
+    if (ledger_.is_gathered(unit) && !use(unit).is_ahead) continue;
+    if (!ledger_.can_gather(unit)) return;
+    gather(unit, Phase::kBackward);
+    use(unit).is_ahead = true;
+    ++k;
+  }
+}
+
+// ---- forward
+
+void Order::push_call(const Call& call) {
+  calls_.push_back(call);
+  num_live_ = calls_.size();
+  ++use(call.unit).num_open;
+}
+
+/// The turn of a unit that this rank does not call: what the other ranks issue, issued here too.
+void Order::skip(int position, bool is_train) {
+  const int unit = turns_.unit_at(position);
+  is_train ? release_held_before(position) : release_held(unit);
+  gather(unit, Phase::kForward);
+  prefetch_forward(position);
+  if (is_train) {
+    push_call({unit, tick_, tick_, true, false});
+    ++tick_;
+  }
+  keep_between_calls(unit);
+}
+
+void Order::flush_pass(Pass& pass, bool is_train) {
+  if (pass.position < 0) return;
+  for (int p = pass.position + 1; p < turns_.size(); ++p) skip(p, is_train);
+  pass = {};
+}
+
+void Order::enter_forward(Pass& pass, int unit, bool is_train) {
+  if (pass.position >= 0 && turns_.unit_at(pass.position) == unit && ledger_.is_gathered(unit)) {
+    ++pass.num_calls;  // called again
     return;
   }
-  order_ = std::move(called);
-  for (int u = 0; u < static_cast<int>(units_.size()); ++u) {
-    const auto turn_of = [this](int unit) {
-      return std::find_if(order_.begin(), order_.end(),
-                          [unit](const Turn& turn) { return turn.unit == unit; });
-    };
-    if (turn_of(u) != order_.end()) continue;
-    order_.insert(u == 0 ? order_.begin() : turn_of(u - 1) + 1, Turn{u, 0});
+  int target = turns_.find(unit, pass.position + 1);
+  if (target == turns_.size()) {  // not in the rest: a new pass begins
+    flush_pass(pass, is_train);
+    target = turns_.find(unit, 0);
+  }
+  for (int p = pass.position + 1; p < target; ++p) skip(p, is_train);
+  is_train ? release_held_before(target) : release_held(unit);
+  gather(unit, Phase::kForward);
+  prefetch_forward(target);
+  pass = {target, 1};
+}
+
+void Order::begin_call(int unit, Mode mode, int64_t region) {
+  if (mode == Mode::kReplay) {
+    begin_replay(unit, region);
+    ++use(unit).num_active;
+    return;
+  }
+  const bool is_train = mode == Mode::kTrain;
+  if (use(unit).num_active == 0) {
+    enter_forward(is_train ? train_pass_ : eval_pass_, unit, is_train);
+  }
+  wait(unit);
+  ++use(unit).num_active;
+  std::erase(held_, unit);
+  if (is_train) push_call({unit, tick_++, INT64_MAX, false, false, region});
+}
+
+size_t Order::end_call(int unit, Mode mode) {
+  --use(unit).num_active;
+  keep_between_calls(unit);
+  if (mode == Mode::kReplay) {
+    const size_t call = replays_.back();
+    replays_.pop_back();
+    return call < calls_.size() ? call : kNoCall;
+  }
+  if (mode == Mode::kEval) {
+    // An evaluation that is through leaves nothing gathered.
+    const int last = turns_.size() - 1;
+    if (use(unit).num_active == 0 && eval_pass_.position == last &&
+        eval_pass_.num_calls == turns_.num_calls_at(last)) {
+      release_held(kNobody);
+      eval_pass_ = {};
+    }
+    return kNoCall;
+  }
+  size_t call = calls_.size();
+  while (call-- > 0) {
+    if (calls_[call].unit == unit && calls_[call].end == INT64_MAX) break;
+  }
+  calls_[call].end = tick_++;
+  return call;
+}
+
+void Order::end_root_call() {
+  if (eval_pass_.position + 1 != turns_.size()) return;
+  release_held(kNobody);
+  eval_pass_ = {};
+}
+
+void Order::end_forward() {
+  for (int unit = 0; unit < ledger_.num_units(); ++unit) {
+    if (use(unit).num_active == 0) release(unit);
+  }
+  held_.clear();
+  eval_pass_ = {};
+  if (in_backward_) return;
+  for (const Call& call : calls_) use(call.unit).num_open = 0;
+  calls_.clear();
+  num_live_ = 0;
+  train_pass_ = {};
+  ++generation_;
+}
+
+void Order::fail_forward() {
+  for (Use& u : uses_) u.num_active = 0;
+  replays_.clear();
+  if (in_backward_) return;
+  end_forward();
+  for (Use& u : uses_) u.num_open = 0;
+}
+
+// ---- backward
+
+void Order::begin_backward(int64_t generation) {
+  if (std::exchange(in_backward_, true)) return;
+  if (generation == generation_ && !calls_.empty()) {
+    flush_pass(train_pass_, /*is_train=*/true);
+    return;
+  }
+  // A second backward through the same forward.
+  TESSERA_CHECK(calls_.empty() && (generation == generation_ || generation + 1 == generation_),
+                "fsdp: backward of a forward that is over by more than one backward");
+  calls_ = last_calls_;
+  num_live_ = calls_.size();
+  for (Call& c : calls_) {
+    c.is_over = c.is_replayed = false;
+    ++use(c.unit).num_open;
   }
 }
 
-std::string Scheduler::program() const {
-  std::string text;
-  for (const std::string& line : program_) text += line + "\n";
-  return text;
+/// The call that a second run makes again: the first in the region that it has not made yet.
+size_t Order::call_to_replay(int unit, int64_t region) const {
+  for (size_t i = 0; region != 0 && i < calls_.size(); ++i) {
+    const Call& c = calls_[i];
+    if (c.unit == unit && c.region == region && !c.is_over && !c.is_replayed) return i;
+  }
+  for (size_t i = calls_.size(); i-- > 0;) {
+    if (calls_[i].unit == unit && !calls_[i].is_over) return i;
+  }
+  return kNoCall;
+}
+
+/// A second run calls the unit: its parameters are needed, its backward is to come. Calls after the
+/// region are over; those inside it are not, since their backward comes when the run is through.
+void Order::begin_replay(int unit, int64_t region) {
+  begin_backward(generation_);
+  const size_t call = call_to_replay(unit, region);
+  replays_.push_back(call);
+  if (call < calls_.size()) {
+    calls_[call].is_replayed = true;
+    const int64_t end = calls_[call].end;
+    for (size_t i = num_live_; region != 0 && i-- > call + 1;) {
+      const Call& c = calls_[i];
+      if (!c.is_over && c.begin >= end && c.region != region) finish_call(i, unit);
+    }
+    if (region != 0) release_held(unit);
+  }
+  gather(unit, Phase::kBackward);
+  if (call < calls_.size()) prefetch_backward(call);
+  wait(unit);
+}
+
+void Order::finish_later_calls(size_t call) {
+  const int64_t end = calls_[call].end;
+  for (size_t i = num_live_; i-- > call + 1;) {
+    if (!calls_[i].is_over && calls_[i].begin >= end) finish_call(i, calls_[call].unit);
+  }
+  while (num_live_ > 0 && calls_[num_live_ - 1].is_over) --num_live_;
+}
+
+void Order::enter_backward(int64_t generation, size_t call) {
+  begin_backward(generation);
+  finish_later_calls(call);
+  const int unit = calls_[call].unit;
+  release_held(unit);
+  gather(unit, Phase::kBackward);
+  prefetch_backward(call);
+  wait(unit);
+  if (!contains(held_, unit)) held_.push_back(unit);
+}
+
+/// Until backward comes to another call of the unit, nobody takes its slot.
+bool Order::stays_for_call_before(size_t index) const {
+  const int unit = calls_[index].unit, pool = ledger_.unit(unit).pool;
+  for (size_t i = index; i-- > 0;) {
+    const int other = calls_[i].unit;
+    if (other == unit) return true;
+    if (ledger_.unit(other).pool == pool) return false;
+  }
+  return false;
+}
+
+/// The backward of a call is over; `next` is the unit whose backward follows.
+void Order::finish_call(size_t index, int next) {
+  const int unit = calls_[index].unit;
+  if (calls_[index].is_skipped) {
+    release_held(unit);
+    gather(unit, Phase::kBackward);
+    prefetch_backward(index);
+  }
+  calls_[index].is_over = true;
+  Use& u = use(unit);
+  if (--u.num_open == 0 && ledger_.unit(unit).is_trainable) {
+    const bool is_kept = accumulation.num_no_sync > 0 && !options_.is_alone;
+    if (is_kept && !options_.keeps_whole_gradients) {
+      emit(ActionKind::kKeep, unit);
+      u.is_reduce_due = true;
+    } else if (options_.keeps_whole_gradients && (is_kept || !accumulation.is_last)) {
+      u.is_reduce_due = true;  // they go on collecting
+    } else {
+      reduce(unit);
+    }
+  }
+  if (unit == next) return;  // called several times in a row: gathered for all of them
+  if (stays_for_call_before(index)) return;
+  if (u.num_active == 0) release(unit);
+  std::erase(held_, unit);
+}
+
+void Order::end_backward(bool ok) {
+  if (!ok) {
+    in_backward_ = false;
+    for (Use& u : uses_) {
+      u.num_active = u.num_open = 0;
+      // Whole gradients of earlier micro-batches are lost with those of this one.
+      if (options_.keeps_whole_gradients) u.is_reduce_due = false;
+    }
+    end_forward();
+    return;
+  }
+  for (size_t i = num_live_; i-- > 0;) {
+    if (!calls_[i].is_over) finish_call(i, kNobody);
+  }
+  in_backward_ = false;
+  if (!turns_.is_known()) turns_.learn(calls_, issuer_.agree(Turns::hashes_of(calls_)));
+  last_calls_ = std::move(calls_);
+  calls_.clear();
+  end_forward();
+}
+
+// ---- a step
+
+void Order::complete_gradients() {
+  for (int unit = 0; unit < ledger_.num_units(); ++unit) {
+    // The optimizer writes shards that a gather for nobody may still send.
+    join(unit);
+    Use& u = use(unit);
+    if (u.is_reduce_due) {  // the last backward did not
+      emit(ActionKind::kReduce, unit, Phase::kLast);
+      u.is_reduce_due = u.is_finished = false;
+    }
+    if (!ledger_.unit(unit).is_trainable || u.is_finished) continue;
+    emit(ActionKind::kFinish, unit);
+    u.is_finished = true;
+  }
+}
+
+void Order::end_step() {
+  if (!calls_.empty()) end_forward();  // a forward without a backward
+  for (int unit = 0; unit < ledger_.num_units(); ++unit) {
+    use(unit).is_reduce_due = use(unit).is_finished = false;
+    expire(unit);
+  }
+  accumulation.is_last = true;
+}
+
+// ---- scopes
+
+Order::Before Order::hold(int unit) {
+  const Before before{ledger_.is_gathered(unit), ledger_.state(unit) == ParamState::kOpen};
+  gather(unit, Phase::kUnshard);
+  wait(unit);
+  ++use(unit).num_holds;
+  return before;
+}
+
+void Order::end_hold(int unit, const Before& before, bool is_written) {
+  Use& u = use(unit);
+  if (--u.num_holds > 0) return;
+  const bool is_due = std::exchange(u.is_release_due, false);
+  if ((is_due || !before.was_gathered) && u.num_active == 0) release(unit);
+  // Gathered ahead of its turn: not to be read before that.
+  if (!before.was_open && u.num_active == 0 && ledger_.state(unit) == ParamState::kOpen) {
+    emit(ActionKind::kClose, unit);
+  }
+  if (is_written) expire(unit);  // whatever this rank wrote, what counts is the shards
 }
 
 }  // namespace tessera::dist

@@ -2,7 +2,7 @@
 
 #include <bit>
 
-#include "core/elementary/kernel.h"
+#include "dist/fsdp/flat_bytes.h"
 
 namespace tessera::dist {
 
@@ -58,14 +58,7 @@ void LeafTree::reset() {
 /// The newest subtree is added to the one before it.
 void LeafTree::merge(const Stream& stream) {
   const Tensor &to = buffer(levels_.size() - 2), &from = buffer(levels_.size() - 1);
-  kernels::copy(stream, {to.raw_data(),
-                         from.raw_data(),
-                         kF32,
-                         kF32,
-                         {to.numel()},
-                         {1},
-                         {1},
-                         /*accumulate=*/true});
+  cast_flat(stream, to.raw_data(), kF32, from.raw_data(), kF32, to.numel(), /*accumulate=*/true);
   levels_.pop_back();
 }
 
@@ -77,8 +70,7 @@ Tensor sum_in_tree(std::span<const Tensor> values) {
   for (const Tensor& value : values) {
     tree.begin(sum);
     const auto [data, accumulate] = tree.destination();
-    kernels::copy(stream,
-                  {data, value.raw_data(), kF32, kF32, {value.numel()}, {1}, {1}, accumulate});
+    cast_flat(stream, data, kF32, value.raw_data(), kF32, value.numel(), accumulate);
     tree.end(stream);
   }
   tree.finish(stream);

@@ -2,14 +2,9 @@
 
 #include <algorithm>
 
+#include "dist/fsdp/flat_bytes.h"
+
 namespace tessera::dist {
-namespace {
-
-int64_t round_up(int64_t value, int64_t multiple) {
-  return (value + multiple - 1) / multiple * multiple;
-}
-
-}  // namespace
 
 std::vector<GroupLayout> make_layout(const UnitSpec& spec, const PrecisionOptions& precision,
                                      int world_size) {
@@ -38,14 +33,14 @@ std::vector<GroupLayout> make_layout(const UnitSpec& spec, const PrecisionOption
 std::vector<optim::Segment> segments_in(const GroupLayout& layout, int64_t begin, int64_t end) {
   std::vector<optim::Segment> segments;
   for (const Placement& p : layout.placements) {
-    const int64_t from = std::max(begin, p.begin), to = std::min(end, p.begin + p.numel);
-    if (from >= to) continue;
+    const Overlap part(begin, end, p.begin, p.numel);
+    if (part.is_empty()) continue;
     optim::Segment segment;
     segment.parameter = p.name;
-    segment.begin = from - begin;
-    segment.end = to - begin;
+    segment.begin = part.begin - begin;
+    segment.end = part.end - begin;
     segment.decay = p.decay;
-    segment.offset = from - p.begin;
+    segment.offset = part.begin - p.begin;
     segments.push_back(std::move(segment));
   }
   return segments;

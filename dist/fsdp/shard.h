@@ -64,13 +64,13 @@ class SlotPool {
   /// inside that of too many others; what the ring holds is known from the first step on).
   Slot* acquire();
   void release(Slot* slot, Event is_free);
+  void add_slot();
   bool has_free() const { return !free_.empty(); }
   int num_slots() const { return static_cast<int>(slots_.size()); }
   int num_materialized() const;  ///< slots that have their bytes
   int64_t nbytes() const { return nbytes_; }
 
  private:
-  void add_slot();
   void materialize(Slot& slot);
 
   int64_t nbytes_;

@@ -6,7 +6,6 @@
 #include "core/autograd.h"
 #include "core/text.h"
 #include "dist/comm/watchdog.h"
-#include "dist/fsdp/schedule.h"
 #include "kernels/reduce/reduce.h"
 
 namespace tessera::dist {
@@ -33,7 +32,7 @@ std::string StateGuard::Item::to_string() const {
 }
 
 void StateGuard::Table::add(const Tensor& values, const std::vector<optim::Segment>& segments,
-                            const std::string& unit, const std::string& kind, Unit* gathered) {
+                            const std::string& unit, const std::string& kind, int gathered_unit) {
   std::vector<int64_t> bounds;
   for (const optim::Segment& s : segments) {
     bounds.insert(bounds.end(), {s.begin, s.end, s.offset});
@@ -42,18 +41,16 @@ void StateGuard::Table::add(const Tensor& values, const std::vector<optim::Segme
   if (segments.empty()) return;
   const auto count = static_cast<int64_t>(segments.size());
   buffers.push_back({values, from_values(std::span<const int64_t>(bounds), {count, 3}, kI64),
-                     gathered, size() - count});
+                     gathered_unit, size() - count});
 }
 
 StateGuard::StateGuard(nn::Module& model, Fsdp& fsdp, optim::Optimizer& optimizer, World& world,
                        const StateGuardOptions& options, const Extras& extras)
-    : fsdp_(fsdp), world_(world), options_(options) {
+    : fsdp_(fsdp), view_(fsdp), world_(world), options_(options) {
   const MemoryScope scope(MemoryClass::kOther);
-  const Lanes& lanes = fsdp.scheduler().lanes();
-  shard_size_ = lanes.shard_size;
   make_tables(model, optimizer, extras);
   if (options.replica_every > 0 && world.world_size() > 1) {
-    const bool has_replicas = lanes.replicate_size > 1;
+    const bool has_replicas = view_.num_replicas() > 1;
     num_sums_ = shared_.size() + (has_replicas ? world.control().max(states_.size()) : 0);
     if (num_sums_ > 0) all_ = zero_sums(num_sums_ * world.world_size());
   }
@@ -61,28 +58,21 @@ StateGuard::StateGuard(nn::Module& model, Fsdp& fsdp, optim::Optimizer& optimize
 }
 
 void StateGuard::make_tables(nn::Module& model, optim::Optimizer& optimizer, const Extras& extras) {
-  const Lanes& lanes = fsdp_.scheduler().lanes();
   const std::vector<optim::NamedState> states = optimizer.state();
   size_t shard = 0;
-  for (const auto& unit : fsdp_.scheduler().units()) {
-    const std::string& name = unit->name();
-    for (Group& g : unit->groups()) {
-      const int64_t begin = lanes.shard_rank * g.shard_numel;
-      const std::vector<optim::Segment> own = segments_in(g.layout, begin, begin + g.shard_numel);
-      const bool is_own_master = g.master.is_defined() && g.master.impl() != g.shard.impl();
-      if (is_own_master) states_.add(g.master, own, name, "master");
-      states_.add(g.shard, own, name, is_own_master ? "low-precision copy" : "parameters");
-      if (g.layout.is_trainable) {
-        for (const optim::NamedState& state : states) {
-          if (!state.tensors.empty()) states_.add(state.tensors[shard], own, name, state.name);
-        }
-        ++shard;
+  for (const HeldGroup& g : view_.groups()) {
+    const std::vector<optim::Segment> own = segments_in(g.layout, g.begin, g.begin + g.numel);
+    states_.add(g.values, own, g.name, g.low.is_defined() ? "master" : "parameters");
+    if (g.low.is_defined()) states_.add(g.low, own, g.name, "low-precision copy");
+    if (g.layout.is_trainable) {
+      for (const optim::NamedState& state : states) {
+        if (!state.tensors.empty()) states_.add(state.tensors[shard], own, g.name, state.name);
       }
-      if (unit->residence() == Residence::kKeep) {
-        shared_.add(view_of_storage(g.full, 0, {g.layout.numel}, g.layout.dtype),
-                    segments_in(g.layout, 0, g.layout.numel), name, "gathered parameters",
-                    unit.get());
-      }
+      ++shard;
+    }
+    if (g.gathered.is_defined()) {
+      shared_.add(g.gathered, segments_in(g.layout, 0, g.layout.numel), g.name,
+                  "gathered parameters", g.unit);
     }
   }
   const auto add_flat = [this](const std::string& name, const char* kind, const Tensor& values) {
@@ -97,9 +87,9 @@ void StateGuard::make_tables(nn::Module& model, optim::Optimizer& optimizer, con
   for (const auto& [name, values] : extras) add_flat(name, "the", values);
 }
 
-void StateGuard::add_sums(const Tensor& sums, const Table& table) {
+void StateGuard::add_sums(const Tensor& sums, const Table& table) const {
   for (const Buffer& b : table.buffers) {
-    if (b.unit != nullptr && !b.unit->is_unsharded()) continue;  // on no rank
+    if (b.gathered_unit >= 0 && !view_.is_gathered(b.gathered_unit)) continue;  // on no rank
     add_checksums(sums.narrow(0, b.first_sum, b.segments.dim(0)), b.values, b.segments);
   }
 }
@@ -116,8 +106,8 @@ void StateGuard::before_update(int64_t step) {
     add_sums(mine.narrow(0, 0, shared_.size()), shared_);
     if (num_sums_ > shared_.size())
       add_sums(mine.narrow(0, shared_.size(), num_sums_ - shared_.size()), states_);
-    fsdp_.scheduler().scalar_comm().all_gather(current_stream(), all_.raw_data(), mine.raw_data(),
-                                               num_sums_, kI64, {"compare_replicas", "", step});
+    view_.comm().all_gather(current_stream(), all_.raw_data(), mine.raw_data(), num_sums_, kI64,
+                            {"compare_replicas", "", step});
     pending.all = HostCopy(all_);
   }
   if (checks) {
@@ -169,11 +159,11 @@ std::string StateGuard::find_drift(const Pending& pending, bool* is_any) const {
     drifted[odd].push_back(names->items[static_cast<size_t>(i - offset)].to_string());
   };
   for (int64_t i = 0; i < shared_.size(); ++i) compare(i, 0, 1, &shared_, 0);
-  const int own = world_.rank() % shard_size_;
+  const int own = world_.rank() % view_.shard_size();
   for (int64_t i = shared_.size(); i < num_sums_; ++i) {
-    for (int s = 0; s < shard_size_; ++s) {
+    for (int s = 0; s < view_.shard_size(); ++s) {
       const bool can_name = s == own && i - shared_.size() < states_.size();
-      compare(i, s, shard_size_, can_name ? &states_ : nullptr, shared_.size());
+      compare(i, s, view_.shard_size(), can_name ? &states_ : nullptr, shared_.size());
     }
   }
   if (drifted.empty()) return "";

@@ -9,7 +9,7 @@
 #include "core/runtime/staging.h"
 #include "core/tensor.h"
 #include "dist/comm/world.h"
-#include "dist/fsdp/fully_shard.h"
+#include "dist/fsdp/shard_view.h"
 #include "nn/module.h"
 #include "optim/optimizer.h"
 
@@ -75,14 +75,14 @@ class StateGuard {
   /// Segments of one flat buffer; their sums are neighbours.
   struct Buffer {
     Tensor values, segments;
-    class Unit* unit = nullptr;  // of gathered parameters, which may be absent in a step
+    int gathered_unit = -1;  // whose gathered parameters they are, which may be absent in a step
     int64_t first_sum = 0;
   };
   struct Table {
     std::vector<Buffer> buffers;
     std::vector<Item> items;
     void add(const Tensor& values, const std::vector<optim::Segment>& segments,
-             const std::string& unit, const std::string& kind, class Unit* gathered = nullptr);
+             const std::string& unit, const std::string& kind, int gathered_unit = -1);
     int64_t size() const { return static_cast<int64_t>(items.size()); }
   };
   struct Pending {
@@ -92,18 +92,18 @@ class StateGuard {
   };
 
   void make_tables(nn::Module& model, optim::Optimizer& optimizer, const Extras& extras);
-  static void add_sums(const Tensor& sums, const Table& table);
+  void add_sums(const Tensor& sums, const Table& table) const;
   std::string find_drift(const Pending& pending, bool* is_any) const;
   std::string find_change(const Pending& pending) const;
 
   Fsdp& fsdp_;
+  const ShardView view_;
   World& world_;
   const StateGuardOptions options_;
   Table shared_;  // the same on all ranks
   Table states_;  // the same on ranks with the same shard
   int64_t num_sums_ =
-      0;  // a rank sends: of shared_, and the most of states_; 0: nothing to compare
-  int shard_size_ = 1;
+      0;                // a rank sends: of shared_, and the most of states_; 0: nothing to compare
   Tensor all_, after_;  // sums of all ranks; of states_ after the last update
   bool has_after_ = false;
   HostCopy after_copy_;

@@ -11,7 +11,7 @@
 #include "apps/trainer.h"
 #include "core/autograd.h"
 #include "dist/comm/local.h"
-#include "dist/fsdp/schedule.h"
+#include "dist/fsdp/parts.h"
 #include "test/temp_dir.h"
 #include "test/testing.h"
 
@@ -76,7 +76,7 @@ std::vector<std::string> units_of(const std::vector<std::string>& extra) {
     const auto model = make_model(config.model, 256);
     freeze_parameters(config, *model);
     const auto fsdp = dist::fully_shard(*model, world, fsdp_options(config, *model));
-    for (const auto& unit : fsdp->scheduler().units()) names.push_back(unit->name());
+    for (const auto& unit : parts_of(*fsdp).units) names.push_back(unit->name());
   });
   return names;
 }

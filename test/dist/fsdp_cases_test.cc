@@ -5,6 +5,7 @@
 #include <sstream>
 
 #include "dist/fsdp/guards.h"
+#include "dist/fsdp/parts.h"
 #include "nn/embedding.h"
 #include "test/dist/fsdp_combos.h"
 #include "test/dist/fsdp_net.h"
@@ -59,10 +60,13 @@ void check_everywhere(const PartFn<Net>& pass, NetRun run = {},
   const FsdpResult one = train_net_on_threads<Net>(1, run, make, pass);
   if (check) check(one);
   run.on_step = [](int, dist::Fsdp& fsdp, dist::World&) {
-    for (const auto& unit : fsdp.scheduler().units()) {
-      const bool is_left = unit->residence() == dist::Residence::kReshard && unit->is_unsharded();
-      if (is_left || unit->open_calls != 0 || unit->active_calls != 0) {
-        throw Error(unit->name() + " is unsharded or in use after the step");
+    const dist::FsdpParts& parts = parts_of(fsdp);
+    for (int u = 0; u < fsdp.num_units(); ++u) {
+      const bool is_left = parts.policy.residence == dist::Residence::kReshard &&
+                           parts.order.ledger().is_gathered(u);
+      if (is_left || parts.order.num_open_calls(u) != 0 || parts.order.num_active_calls(u) != 0) {
+        throw Error(parts.units[static_cast<size_t>(u)]->name() +
+                    " is unsharded or in use after the step");
       }
     }
   };
@@ -444,13 +448,13 @@ TEST_CASE("fsdp case: a unit much larger than the others does not make their slo
     if (world.rank() != 0) return;
     int num_blocks = 0;
     int64_t slot = 0;
-    for (const auto& unit : fsdp.scheduler().units()) {
+    for (const auto& unit : parts_of(fsdp).units) {
       const bool is_layer = unit->name().rfind("blocks.", 0) == 0;
       CHECK(unit->spec().is_block == is_layer);
       if (!is_layer) continue;
       ++num_blocks;
-      slot = std::max(slot, unit->gathered_nbytes());
-      CHECK(unit->gathered_pool()->num_slots() == 2);
+      slot = std::max(slot, unit->plan().gathered_nbytes);
+      CHECK(unit->gathered.pool()->num_slots() == 2);
     }
     CHECK(num_blocks == 12);
     CHECK(slot == 2048 * 4);

@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "core/runtime/allocator.h"
-#include "dist/fsdp/schedule.h"
+#include "dist/fsdp/parts.h"
 #include "optim/adamw.h"
 #include "test/dist/fsdp_combos.h"
 #include "test/dist/fsdp_observer.h"

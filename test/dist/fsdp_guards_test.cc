@@ -4,7 +4,7 @@
 #include "core/runtime/context.h"
 #include "dist/comm/local.h"
 #include "dist/fsdp/guards.h"
-#include "dist/fsdp/schedule.h"
+#include "dist/fsdp/parts.h"
 #include "nn/generate.h"
 #include "test/dist/fsdp_harness.h"
 #include "test/dist/fsdp_net.h"
@@ -67,9 +67,9 @@ void expect(bool condition, const std::string& what) {
 }
 
 void expect_sharded(Fsdp& fsdp, const std::string& when) {
-  for (const auto& unit : fsdp.scheduler().units()) {
-    if (unit->residence() != Residence::kReshard) continue;
-    expect(!unit->is_unsharded(), fmt::format("{} is sharded {}", unit->name(), when));
+  for (const auto& unit : parts_of(fsdp).units) {
+    if (unit->lanes().policy.residence != Residence::kReshard) continue;
+    expect(!unit->gathered.is_there(), fmt::format("{} is sharded {}", unit->name(), when));
   }
 }
 
@@ -299,7 +299,7 @@ TEST_CASE("reshard_after_forward: a group size costs 1/g of each unit", "[fsdp]"
       if (step != 2 || world.rank() != 0) return;
       peak = Context::current()->allocator()->stats().allocated_by_class[static_cast<size_t>(
           MemoryClass::kGathered)];
-      for (const auto& unit : fsdp.scheduler().units()) full += unit->gathered_nbytes();
+      for (const auto& unit : parts_of(fsdp).units) full += unit->plan().gathered_nbytes;
     };
     run_fsdp_on_threads(4, run);
     return std::pair(peak, full);

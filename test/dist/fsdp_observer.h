@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "core/runtime/stream.h"
-#include "dist/fsdp/schedule.h"
+#include "dist/fsdp/parts.h"
 
 // Watches and disturbs the streams of a rank under FSDP.
 
@@ -38,7 +38,7 @@ class StreamTap final : public StreamObserver {
 
   /// Puts a tap on all streams of `fsdp`.
   static std::shared_ptr<StreamTap> install(dist::Fsdp& fsdp, const Options& options) {
-    dist::Lanes& lanes = fsdp.scheduler().lanes();
+    dist::Lanes& lanes = parts_of(fsdp).lanes;
     auto tap = std::make_shared<StreamTap>(options);
     std::vector<Stream> streams = {lanes.compute, lanes.all_gather, lanes.reduce_scatter,
                                    lanes.all_reduce};

@@ -5,7 +5,7 @@
 #include "core/runtime/order_check.h"
 #include "dist/fsdp/fully_shard.h"
 #include "dist/fsdp/offload.h"
-#include "dist/fsdp/schedule.h"
+#include "dist/fsdp/parts.h"
 #include "optim/adamw.h"
 #include "optim/sgd.h"
 #include "test/dist/fsdp_harness.h"
@@ -301,7 +301,7 @@ TEST_CASE("offload: each wait is needed: without it the checker reports a confli
     bool is_reported = false;
     for (FsdpRun& run : runs) {
       run.on_ready = [point](dist::Fsdp& fsdp, dist::World&) {
-        fsdp.scheduler().lanes().offloader->hidden_wait = static_cast<OffloadWait>(point);
+        parts_of(fsdp).lanes.offloader->wait.hidden = static_cast<OffloadWait>(point);
       };
       try {
         run_fsdp_on_threads(4, run);
@@ -322,7 +322,7 @@ TEST_CASE("offload: states set between steps are waited for", "[fsdp]") {
         .device = {}, .num_threads = 1, .memory_limit = 0, .poison = true, .order_check = true});
     const Context::Scope scope(context);
     auto store = std::make_shared<dist::Offloader>(Offload::kOptimizer, 512, true, true);
-    store->hidden_wait = hidden;
+    store->wait.hidden = hidden;
     optim::FlatShard shard;
     shard.master = zeros({1024});
     shard.grad = full({1024}, 0.5);

@@ -8,7 +8,7 @@
 #include "core/autograd.h"
 #include "core/profiler.h"
 #include "dist/fsdp/guards.h"
-#include "dist/fsdp/schedule.h"
+#include "dist/fsdp/parts.h"
 #include "optim/sgd.h"
 #include "test/dist/fsdp_combos.h"
 #include "test/dist/fsdp_net.h"
@@ -171,8 +171,8 @@ int begun_while_in(int p, bool is_backward, int forward, int backward) {
       training.net->blocks[p]->probe = nullptr;
       training.update();
       current_stream().synchronize();
-      const int stream = training.fsdp->scheduler().lanes().all_gather.id();
-      training.fsdp->scheduler().lanes().all_gather.synchronize();
+      const int stream = parts_of(*training.fsdp).lanes.all_gather.id();
+      parts_of(*training.fsdp).lanes.all_gather.synchronize();
       profiler::stop();
       int begun = 0;
       for (const TraceEvent& e : profiler::events()) {
@@ -203,7 +203,7 @@ TEST_CASE("fsdp order: communicators = 1 is one stream for gathers and reduces",
       FsdpOptions options;
       options.communicators = communicators;
       const Training training(world, options);
-      const dist::Lanes& lanes = training.fsdp->scheduler().lanes();
+      const dist::Lanes& lanes = parts_of(*training.fsdp).lanes;
       const bool is_one = lanes.all_gather.id() == lanes.reduce_scatter.id();
       if (is_one != (communicators == 1) || (lanes.reduce_comm == nullptr) != is_one) {
         throw Error("the number of streams is another");

@@ -2,8 +2,8 @@
 
 #include "core/autograd.h"
 #include "core/random.h"
+#include "dist/fsdp/parts.h"
 #include "dist/fsdp/scaler.h"
-#include "dist/fsdp/schedule.h"
 #include "kernels/elementwise/elementwise.h"
 #include "kernels/matmul/matmul.h"
 #include "kernels/pointwise/pointwise.h"
@@ -299,7 +299,7 @@ SkipResult train_with_skips(dist::World& world, const SkipRun& run) {
     if (poison == Poison::kShardOfRank1) {
       fsdp->clip_grad_norm(0);  // the sums are complete
       if (world.rank() == 1) {
-        auto& unit = *fsdp->scheduler().units()[1];
+        auto& unit = *parts_of(*fsdp).units[1];
         auto& group = unit.groups()[0];
         group.grad.narrow(0, unit.own_begin(group), 1).fill_(kInfinity);
       }
@@ -526,7 +526,7 @@ TEST_CASE("precision: norm_fp32 keeps the norms and nothing else in f32", "[fsdp
       num_norms += is_norm;
     }
     CHECK(num_norms == 7);
-    for (const auto& unit : fsdp->scheduler().units()) {
+    for (const auto& unit : parts_of(*fsdp).units) {
       for (const dist::Group& g : unit->groups()) {
         CHECK(g.grad_dtype == g.layout.dtype);
         CHECK(g.master.dtype() == kF32);

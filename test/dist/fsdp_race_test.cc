@@ -86,7 +86,7 @@ TEST_CASE("fsdp race: each wait is needed: without it the checker reports a conf
     bool is_reported = false;
     for (FsdpRun run : runs) {
       run.on_ready = [point](dist::Fsdp& fsdp, dist::World&) {
-        fsdp.scheduler().lanes().hidden_wait = static_cast<WaitPoint>(point);
+        parts_of(fsdp).lanes.wait.hidden = static_cast<WaitPoint>(point);
       };
       try {
         run_fsdp_on_threads(4, run);
@@ -135,8 +135,8 @@ TEST_CASE("fsdp race: gathers and reduces overlap in backward with two communica
     Stream gathers, reduces;
     run.on_ready = [&](dist::Fsdp& fsdp, dist::World& world) {
       if (world.rank() != 0) return;
-      gathers = fsdp.scheduler().lanes().all_gather;
-      reduces = fsdp.scheduler().lanes().reduce_scatter;
+      gathers = parts_of(fsdp).lanes.all_gather;
+      reduces = parts_of(fsdp).lanes.reduce_scatter;
       profiler::start();
     };
     run_fsdp_on_threads(2, run);
@@ -165,7 +165,7 @@ TEST_CASE("fsdp race: copies to and from the host overlap with compute", "[fsdp]
   run.on_ready = [&](dist::Fsdp& fsdp, dist::World& world) {
     tap(fsdp, world);
     if (world.rank() != 0) return;
-    const dist::Lanes& lanes = fsdp.scheduler().lanes();
+    const dist::Lanes& lanes = parts_of(fsdp).lanes;
     compute = lanes.compute, h2d = lanes.offloader->h2d(), d2h = lanes.offloader->d2h();
     profiler::start();
   };

@@ -1,7 +1,7 @@
 #include "core/random.h"
 #include "core/runtime/context.h"
 #include "dist/comm/local.h"
-#include "dist/fsdp/schedule.h"
+#include "dist/fsdp/parts.h"
 #include "dist/fsdp/state_guard.h"
 #include "optim/adamw.h"
 #include "test/dist/fsdp_harness.h"
@@ -148,7 +148,7 @@ TEST_CASE("state_guard: a bit flipped in one replica is named under every strate
           } else {  // gathered, and kept for the step: another rank's part
             training.run_step([&] {
               if (!is_mine) return;
-              const auto& unit = training.fsdp->scheduler().units().front();
+              const auto& unit = parts_of(*training.fsdp).units.front();
               const dist::Group& g = unit->groups().front();
               flip(view_of_storage(g.full, 0, {g.layout.numel}, dtype), 0, 7);
               expected = fmt::format("rank 2: gathered parameters of {} (unit {})",

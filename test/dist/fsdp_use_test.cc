@@ -5,7 +5,7 @@
 
 #include "core/autograd.h"
 #include "dist/fsdp/guards.h"
-#include "dist/fsdp/schedule.h"
+#include "dist/fsdp/parts.h"
 #include "nn/embedding.h"
 #include "optim/sgd.h"
 #include "test/dist/fsdp_combos.h"
@@ -385,8 +385,8 @@ TEST_CASE("fsdp use: a forward without gradients before the first step leaves al
         NoGrad no_grad;
         loss_of(*sharded.net);
       }
-      for (const auto& unit : sharded.fsdp->scheduler().units()) {
-        if (unit->is_unsharded()) throw Error(unit->name() + " is unsharded");
+      for (const auto& unit : parts_of(*sharded.fsdp).units) {
+        if (unit->gathered.is_there()) throw Error(unit->name() + " is unsharded");
       }
       // One gather a unit and pass.
       const std::string program = sharded.fsdp->program();

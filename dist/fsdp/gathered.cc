@@ -1,0 +1,155 @@
+#include "dist/fsdp/gathered.h"
+
+#include <limits>
+#include <utility>
+
+#include "dist/fsdp/flat_bytes.h"
+#include "dist/fsdp/unit.h"
+
+namespace tessera::dist {
+
+Gathered::Gathered(Unit& unit)
+    : unit_(unit),
+      state_(unit.lanes().policy.residence == Residence::kWhole ? ParamState::kGathered
+                                                                : ParamState::kSharded) {}
+
+ParamState Gathered::next(ActionKind kind) const {
+  const auto next = next_state(unit_.lanes().policy.residence, state_, kind);
+  TESSERA_CHECK_AS(InternalError, next.has_value(),
+                   "fsdp: the program says {} of unit \"{}\", whose parameters are {}",
+                   name_of(kind), unit_.name(), name_of(state_));
+  return *next;
+}
+
+/// Where the gathered parameters of a group are or go.
+char* Gathered::bytes_of(const Group& g) const {
+  return g.memory != nullptr ? bytes(g.memory) : bytes(slot_->memory, g.slot_offset);
+}
+
+void Gathered::add_slot() {
+  pool_->add_slot();
+}
+
+void Gathered::gather(const Event& shards_ready, const Event& turn, int64_t step,
+                      const char* phase) {
+  const ParamState gathering = next(ActionKind::kGather);
+  Lanes& lanes = unit_.lanes();
+  const Stream& stream = lanes.all_gather;
+  if (pool_ != nullptr && slot_ == nullptr) {
+    TESSERA_CHECK_AS(
+        InternalError, pool_->has_free(),
+        "fsdp: the program says gather of unit \"{}\", but no slot of its ring is free",
+        unit_.name());
+    slot_ = pool_->acquire();
+    lanes.wait(stream, slot_->is_free, WaitPoint::kSlotFree);
+  }
+  // The host is far ahead of the device, and slots may be free for longer than this gather's depth
+  // of prefetch. The checker is not told of this wait, so that those for correctness still have to
+  // be there.
+  if (turn.impl() != nullptr) stream.impl()->wait(turn);
+  lanes.wait(stream, shards_ready, WaitPoint::kShardsReady);
+  if (has_part_) lanes.wait(stream, is_part_saved_, WaitPoint::kPartSaved);
+  for (Group& g : unit_.groups()) gather_group(g, shards_ready, step, phase);
+  is_gathered_ = stream.record();
+  state_ = gathering;
+}
+
+void Gathered::gather_group(Group& g, const Event& shards_ready, int64_t step, const char* phase) {
+  Lanes& lanes = unit_.lanes();
+  const Stream& stream = lanes.all_gather;
+  const CollectiveInfo info{phase, unit_.static_name(), step};
+  char* const full = bytes_of(g);
+  if (has_part_) {
+    lanes.part_comm->all_gather(stream, full, g.part.raw_data(), g.part.numel(), g.layout.dtype,
+                                info);
+    return;
+  }
+  const void* shard = g.shard.raw_data();
+  if (lanes.policy.offloads_parameters()) {
+    char* place = full + nbytes_of(unit_.shard_begin(g), g.layout.dtype);
+    const Event is_loaded = lanes.offloader->load(place, g.shard, slot_->is_free, shards_ready);
+    lanes.offloader->wait(stream, is_loaded, OffloadWait::kLoaded);
+    shard = place;
+  }
+  if (lanes.gather_comm != nullptr) {
+    lanes.gather_comm->all_gather(stream, full, shard, g.shard_numel, g.layout.dtype, info);
+  }
+}
+
+void Gathered::wait_for_gather() {
+  if (state_ != ParamState::kGathering) return;
+  Lanes& lanes = unit_.lanes();
+  const ExposedWait exposed(lanes.compute, is_gathered_, &unit_.exposure, &ExposedTime::gather_ns,
+                            unit_.static_name(), lanes.measures_exposure);
+  lanes.wait(lanes.compute, is_gathered_, WaitPoint::kGathered);
+}
+
+void Gathered::wait() {
+  const ParamState open = next(ActionKind::kWait);
+  wait_for_gather();
+  for (Group& g : unit_.groups()) {
+    g.full->attach(bytes_of(g), g.memory != nullptr ? g.memory : slot_->memory);
+  }
+  state_ = open;
+}
+
+void Gathered::join() {
+  const ParamState gathered = next(ActionKind::kJoin);
+  wait_for_gather();
+  state_ = gathered;
+}
+
+void Gathered::hide() {
+  if (state_ != ParamState::kOpen) return;
+  for (Group& g : unit_.groups()) g.full->release();
+  state_ = ParamState::kGathered;
+}
+
+void Gathered::close() {
+  next(ActionKind::kClose);
+  hide();
+}
+
+void Gathered::release() {
+  const ParamState sharded = next(ActionKind::kRelease);
+  hide();
+  const Lanes& lanes = unit_.lanes();
+  if (lanes.part_comm != nullptr && !has_part_) save_part();
+  if (lanes.policy.poison) {  // released slots are filled with NaN in stream order
+    for (const Group& g : unit_.groups()) {
+      fill_flat(lanes.compute, bytes_of(g), g.layout.numel, g.layout.dtype,
+                std::numeric_limits<double>::quiet_NaN());
+    }
+  }
+  pool_->release(std::exchange(slot_, nullptr), lanes.compute.record());
+  state_ = sharded;
+}
+
+/// Keeps this rank's 1 / part_size of the gathered parameters for the next gathers.
+void Gathered::save_part() {
+  const Lanes& lanes = unit_.lanes();
+  const int part_size = lanes.policy.part_size;
+  for (Group& g : unit_.groups()) {
+    const int64_t numel = g.layout.numel / part_size;
+    const int64_t begin = lanes.policy.mesh.shard_rank % part_size * numel;
+    if (!g.part.is_defined()) {
+      const MemoryScope scope(MemoryClass::kGathered);
+      g.part = lanes.allocate_array(numel, g.layout.dtype);
+    }
+    copy_flat(lanes.compute, g.part.raw_data(), bytes_of(g) + nbytes_of(begin, g.layout.dtype),
+              numel, g.layout.dtype);
+  }
+  is_part_saved_ = lanes.compute.record();
+  has_part_ = true;
+}
+
+void Gathered::expire() {
+  const ParamState stale = next(ActionKind::kExpire);
+  has_part_ = false;
+  hide();
+  // Whatever still computes with the gathered values has been submitted: the next gather into the
+  // same memory waits for it by the event that it is given.
+  state_ = stale;
+}
+
+}  // namespace tessera::dist

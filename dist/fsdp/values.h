@@ -1,0 +1,47 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "dist/fsdp/runtime.h"
+#include "dist/fsdp/unit.h"
+#include "nn/module.h"
+#include "optim/optimizer.h"
+
+namespace tessera::dist {
+
+/// The values of a sharded model: given, changed and read as a whole, and whether there are any.
+class Values {
+ public:
+  /// `missing`: sharded parameters that have none yet. What is given outlives this.
+  Values(nn::Module& root, const Policy& policy, const std::vector<std::unique_ptr<Unit>>& units,
+         std::vector<std::string> missing);
+
+  /// `Fsdp::initialize`, `load_full` and `shards_changed`, without what follows for gathers.
+  void initialize(uint64_t seed);
+  void load_full(const std::function<Tensor(const std::string& name)>& values);
+  void shards_changed(optim::Optimizer* optimizer);
+  /// A placement was written from outside.
+  void set_given(const std::string& name) { std::erase(missing_, name); }
+  /// Error if a parameter has none: such a model would train on zeros.
+  void check(const char* what);
+
+  using OnFull = std::function<void(const std::string& name, const Tensor& full)>;
+  void for_each_full_master(int64_t step, const OnFull& f);
+  void for_each_full_gradient(int64_t step, const OnFull& f);
+
+ private:
+  void for_each_full(Unit& unit, const Group& g, Tensor shard, int64_t step, const OnFull& f);
+
+  nn::Module& root_;
+  const Policy& policy_;
+  const std::vector<std::unique_ptr<Unit>>& units_;
+  std::vector<std::string> missing_;
+  std::vector<std::string> empty_ignored_;  // had none when this was made
+  bool is_complete_ = false;                // nothing is missing
+};
+
+}  // namespace tessera::dist
