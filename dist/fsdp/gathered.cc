@@ -26,6 +26,14 @@ char* Gathered::bytes_of(const Group& g) const {
   return g.memory != nullptr ? bytes(g.memory) : bytes(slot_->memory, g.slot_offset);
 }
 
+Tensor Gathered::values(const Group& g) const {
+  if (!is_there()) return {};
+  const auto item = static_cast<int64_t>(size_of(g.layout.dtype));
+  return g.memory != nullptr ? view_of_storage(g.memory, 0, {g.layout.numel}, g.layout.dtype)
+                             : view_of_storage(slot_->memory, g.slot_offset / item,
+                                               {g.layout.numel}, g.layout.dtype);
+}
+
 void Gathered::add_slot() {
   pool_->add_slot();
 }

@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "core/runtime/stream.h"
+#include "core/tensor.h"
 #include "dist/fsdp/program.h"
 #include "dist/fsdp/shard.h"
 
@@ -40,6 +41,10 @@ class Gathered {
   void release();
   /// The shards have changed: what is gathered is out of date.
   void expire();
+
+  /// A group's gathered parameters where they are, whether or not modules can read them; undefined
+  /// where they are not. Tasks of the compute stream may read them once it has waited.
+  Tensor values(const Group& g) const;
 
   /// Takes the bytes from the modules' views, whatever the state.
   void hide();

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -11,15 +12,15 @@ namespace tessera::dist {
 
 /// A group of parameters of a unit as one rank holds it, in elements of [Note: Flat layout].
 struct HeldGroup {
-  int unit;                 ///< index
+  size_t unit, group;       ///< index of the unit, and in it
   const std::string& name;  ///< of the unit
   const GroupLayout& layout;
   int64_t begin;                 ///< of the rank's shard in the group
   int64_t numel;                 ///< of the shard
   int64_t own_begin, own_numel;  ///< of the shard, this rank's part among the replicas
   Tensor values;                 ///< [numel]: the f32 master; of a frozen group what gathers send
-  Tensor low;       ///< [numel]: what gathers send, where that is rounded from `values`
-  Tensor gathered;  ///< [layout.numel]: where that stays for a step; else undefined
+  Tensor low;           ///< [numel]: what gathers send, where that is rounded from `values`
+  bool stays_gathered;  ///< for the rest of a step, on all ranks
 };
 
 /// What this rank holds of a sharded model: for those who save, load or compare it. Lives no longer
@@ -33,8 +34,9 @@ class ShardView {
   int num_replicas() const;
   /// The first rank of all that hold something.
   bool is_first() const;
-  /// `HeldGroup::gathered` has values now.
-  bool is_gathered(int unit) const;
+  /// [layout.numel], for tasks of the compute stream: the gathered parameters of a group that stays,
+  /// after `clip_grad_norm`; undefined if this step has gathered none.
+  Tensor gathered(const HeldGroup& g) const;
   Comm& comm() const;  ///< of all ranks, on the compute stream
 
  private:

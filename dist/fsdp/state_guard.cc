@@ -32,7 +32,8 @@ std::string StateGuard::Item::to_string() const {
 }
 
 void StateGuard::Table::add(const Tensor& values, const std::vector<optim::Segment>& segments,
-                            const std::string& unit, const std::string& kind, int gathered_unit) {
+                            const std::string& unit, const std::string& kind,
+                            const HeldGroup* gathered) {
   std::vector<int64_t> bounds;
   for (const optim::Segment& s : segments) {
     bounds.insert(bounds.end(), {s.begin, s.end, s.offset});
@@ -41,7 +42,7 @@ void StateGuard::Table::add(const Tensor& values, const std::vector<optim::Segme
   if (segments.empty()) return;
   const auto count = static_cast<int64_t>(segments.size());
   buffers.push_back({values, from_values(std::span<const int64_t>(bounds), {count, 3}, kI64),
-                     gathered_unit, size() - count});
+                     gathered, size() - count});
 }
 
 StateGuard::StateGuard(nn::Module& model, Fsdp& fsdp, optim::Optimizer& optimizer, World& world,
@@ -70,9 +71,8 @@ void StateGuard::make_tables(nn::Module& model, optim::Optimizer& optimizer, con
       }
       ++shard;
     }
-    if (g.gathered.is_defined()) {
-      shared_.add(g.gathered, segments_in(g.layout, 0, g.layout.numel), g.name,
-                  "gathered parameters", g.unit);
+    if (g.stays_gathered) {
+      shared_.add({}, segments_in(g.layout, 0, g.layout.numel), g.name, "gathered parameters", &g);
     }
   }
   const auto add_flat = [this](const std::string& name, const char* kind, const Tensor& values) {
@@ -89,8 +89,9 @@ void StateGuard::make_tables(nn::Module& model, optim::Optimizer& optimizer, con
 
 void StateGuard::add_sums(const Tensor& sums, const Table& table) const {
   for (const Buffer& b : table.buffers) {
-    if (b.gathered_unit >= 0 && !view_.is_gathered(b.gathered_unit)) continue;  // on no rank
-    add_checksums(sums.narrow(0, b.first_sum, b.segments.dim(0)), b.values, b.segments);
+    const Tensor values = b.gathered != nullptr ? view_.gathered(*b.gathered) : b.values;
+    if (!values.is_defined()) continue;  // on no rank
+    add_checksums(sums.narrow(0, b.first_sum, b.segments.dim(0)), values, b.segments);
   }
 }
 

@@ -75,14 +75,14 @@ class StateGuard {
   /// Segments of one flat buffer; their sums are neighbours.
   struct Buffer {
     Tensor values, segments;
-    int gathered_unit = -1;  // whose gathered parameters they are, which may be absent in a step
+    const HeldGroup* gathered = nullptr;  // whose values they are then; absent in some steps
     int64_t first_sum = 0;
   };
   struct Table {
     std::vector<Buffer> buffers;
     std::vector<Item> items;
     void add(const Tensor& values, const std::vector<optim::Segment>& segments,
-             const std::string& unit, const std::string& kind, int gathered_unit = -1);
+             const std::string& unit, const std::string& kind, const HeldGroup* gathered = nullptr);
     int64_t size() const { return static_cast<int64_t>(items.size()); }
   };
   struct Pending {

@@ -150,7 +150,7 @@ TEST_CASE("state_guard: a bit flipped in one replica is named under every strate
               if (!is_mine) return;
               const auto& unit = parts_of(*training.fsdp).units.front();
               const dist::Group& g = unit->groups().front();
-              flip(view_of_storage(g.full, 0, {g.layout.numel}, dtype), 0, 7);
+              flip(unit->gathered.values(g), 0, 7);
               expected = fmt::format("rank 2: gathered parameters of {} (unit {})",
                                      g.layout.placements.front().name, unit->name());
             });
