@@ -120,6 +120,25 @@ TEST_CASE("fsdp program: prefetch gathers ahead as far as the ring has slots", "
         "reduce b\nrelease b\nwait a\nreduce a\nrelease a\nfinish a\nfinish b\nfinish c\n");
 }
 
+TEST_CASE("fsdp program: a ring shorter than the depth of prefetch does not grow", "[fsdp]") {
+  Machine m(4, 2, {.prefetch_forward = 3, .prefetch_backward = 3});
+  m.warm_up();
+  m.pass();
+  CHECK(!contains(m.end_step(), "add_slot"));
+  CHECK(m.order.ledger().num_slots(0) == 2);
+}
+
+TEST_CASE("fsdp program: what stayed does not count as gathered ahead", "[fsdp]") {
+  const dist::UnitUse block{Residence::kReshard, 0, true, false, 64, 32};
+  dist::UnitUse head = block;
+  head.pool = 1;
+  Machine m({block, block, block, head}, {2, 1}, {.prefetch_forward = 1, .prefetch_backward = 1});
+  m.warm_up();
+  m.pass();
+  // Backward begins with head and last block, which are there, and gathers one more.
+  CHECK(contains(m.end_step(), "wait d\ngather_backward b\nreduce d\n"));
+}
+
 TEST_CASE("fsdp program: a unit that stays is gathered once and closed, and expires", "[fsdp]") {
   Machine m(2, 0, {.prefetch_forward = 1, .prefetch_backward = 1}, Residence::kKeep);
   m.warm_up();
@@ -182,6 +201,18 @@ TEST_CASE("fsdp program: a unit at both ends of the model stays in between", "[f
   CHECK(m.end_step() ==
         "gather_forward a\nwait a\ngather_forward b\nwait b\nreduce b\nrelease b\n"
         "reduce a\nrelease a\nfinish a\nfinish b\n");
+}
+
+TEST_CASE("fsdp program: turns that this rank skips before a unit it is at take no slot from it",
+          "[fsdp]") {
+  Machine m(2, 2, {.prefetch_forward = 0, .prefetch_backward = 0});
+  m.pass({0, 1, 0});
+  m.end_step();
+  m.pass({0, 0});  // the other unit and the third turn are skipped
+  CHECK(m.end_step() ==
+        "gather_forward a\nwait a\nrelease a\ngather_forward b\njoin b\nrelease b\n"
+        "gather_forward a\ngather_backward b\nreduce b\njoin b\nrelease b\n"
+        "wait a\nreduce a\nrelease a\nfinish a\nfinish b\n");
 }
 
 TEST_CASE("fsdp program: an evaluation that is through leaves nothing gathered", "[fsdp]") {
@@ -247,10 +278,13 @@ TEST_CASE("fsdp program: what is held stays until its last holder is gone", "[fs
   // Its turn is over while it is held: the other unit needs a slot more.
   m.order.begin_call(0, Order::Mode::kTrain);
   m.order.end_call(0, Order::Mode::kTrain);
+  CHECK(take(m) == "gather_forward a\nwait a\n");
+  m.order.end_hold(0, m.order.hold(0), false);  // stays open between calls
+  CHECK(take(m).empty());
   const Order::Before between = m.order.hold(0);
   m.order.begin_call(1, Order::Mode::kTrain);
   m.order.end_call(1, Order::Mode::kTrain);
-  CHECK(take(m) == "gather_forward a\nwait a\nadd_slot b\ngather_forward b\nwait b\n");
+  CHECK(take(m) == "add_slot b\ngather_forward b\nwait b\n");
   m.order.end_hold(0, between, false);
   CHECK(take(m) == "release a\n");
   m.order.end_forward();
@@ -436,6 +470,7 @@ TEST_CASE("fsdp program: turns of the first step replace registration", "[fsdp]"
   dist::Turns issued(5);
   issued.learn(calls, /*all_called_the_same=*/false);
   CHECK(order_of(issued) == std::vector<int>{2, 0, 1, 3});
+  CHECK((issued.num_calls_at(0) == 2 && issued.num_calls_at(2) == 0));
   std::vector<dist::Call> others = calls;
   others[3].is_skipped = false;
   CHECK(dist::Turns::hashes_of(calls).issued == dist::Turns::hashes_of(others).issued);
