@@ -387,7 +387,9 @@ bool bench_memory(bool as_json) {
           const dist::MemoryPlan plan = training.fsdp().memory();
           for (const MemoryClass c :
                {MemoryClass::kParameters, MemoryClass::kGradients, MemoryClass::kGathered}) {
-            is_as_said = is_as_said && plan.nbytes_of(c) == by_class[static_cast<size_t>(c)];
+            // A cached block that would leave less than `memory.split` is counted whole.
+            const int64_t said = plan.nbytes_of(c), counted = by_class[static_cast<size_t>(c)];
+            is_as_said = is_as_said && said <= counted && counted - said <= said / 100;
           }
         });
         // The first of 48, whose mean number of ranks is 15 / 4.
