@@ -1,6 +1,7 @@
 #include "dist/checkpoint/hf_config.h"
 
 #include <algorithm>
+#include <optional>
 #include <set>
 
 #include "core/log.h"
@@ -159,9 +160,12 @@ class Keys {
     return fallback;
   }
 
-  double number(std::string_view key, double fallback) {
+  double number(std::string_view key, std::optional<double> fallback = std::nullopt) {
     read_.emplace(key);
-    if (!has(key)) return fallback;
+    if (!has(key)) {
+      if (!fallback) fail(key, "a positive number");
+      return *fallback;
+    }
     const json& value = object_.at(std::string(key));
     if (!value.is_number() || !(value.get<double>() > 0) || value.get<double>() > 1e18) {
       fail(key, "a positive number");
@@ -288,7 +292,8 @@ nn::Gpt2Config gpt2_from(Keys& keys) {
   return c;
 }
 
-/// rope_scaling of transformers 4 or rope_parameters of 5, which holds rope_theta too.
+/// rope_scaling of transformers 4 or rope_parameters of 5, which holds rope_theta too. A scaling
+/// without one of its numbers is not guessed: transformers has no defaults for them.
 void read_rope(Keys& keys, RopeOptions& rope) {
   rope.theta = static_cast<float>(keys.number("rope_theta", rope.theta));
   const json* scaling = keys.object("rope_parameters");
@@ -302,15 +307,15 @@ void read_rope(Keys& keys, RopeOptions& rope) {
   inner.require("partial_rotary_factor", 1.0);
   if (kind == "linear") {
     rope.scaling = RopeScaling::kLinear;
-    rope.factor = static_cast<float>(inner.number("factor", 1));
+    rope.factor = static_cast<float>(inner.number("factor"));
   } else if (kind == "llama3") {
     rope.scaling = RopeScaling::kLlama3;
-    rope.factor = static_cast<float>(inner.number("factor", 1));
-    rope.low_freq_factor = static_cast<float>(inner.number("low_freq_factor", 1));
-    rope.high_freq_factor = static_cast<float>(inner.number("high_freq_factor", 4));
-    rope.original_max_position = inner.count({"original_max_position_embeddings"}, 8192);
+    rope.factor = static_cast<float>(inner.number("factor"));
+    rope.low_freq_factor = static_cast<float>(inner.number("low_freq_factor"));
+    rope.high_freq_factor = static_cast<float>(inner.number("high_freq_factor"));
+    rope.original_max_position = inner.count({"original_max_position_embeddings"});
   } else if (kind != "default") {
-    inner.fail("rope_type", "default, linear or llama3");
+    inner.fail(inner.has("rope_type") ? "rope_type" : "type", "default, linear or llama3");
   }
   inner.check_nothing_else("rotary positions");
 }

@@ -47,6 +47,14 @@ std::vector<std::string> files_of_index(const std::string& path) {
   return {names.begin(), names.end()};
 }
 
+bool is_index_of_single(const std::string& dir) {
+  try {
+    return files_of_index(dir + "/" + kIndexName) == std::vector<std::string>{kSingleName};
+  } catch (const InputError&) {
+    return false;  // damaged, but not what is read
+  }
+}
+
 /// Where links of the directory may lead: a snapshot in the cache of Hugging Face
 /// (models--org--name/snapshots/REVISION) links to blobs/ of its repository.
 fs::path repository_of(const std::string& dir) {
@@ -71,6 +79,15 @@ void check_link(const std::string& dir, const std::string& name) {
   if (end == repository.end()) return;
   throw InputError(fmt::format("{}: is a link to {}, expected a file in {}", path, target.string(),
                                repository.string()));
+}
+
+/// A cache whose file was cleaned away is another matter than a directory without a model.
+void check_not_dangling(const std::string& path) {
+  std::error_code error;
+  if (!fs::is_symlink(path, error) || fs::exists(path, error)) return;
+  const fs::path target = fs::read_symlink(path, error);
+  throw InputError(fmt::format("{}: is a link to {}, which is not there, expected the file", path,
+                               shorten(target.string())));
 }
 
 /// The name without the parts that wrappers of modules put in; adds those to `wrappers`.
@@ -134,6 +151,7 @@ HfFiles::HfFiles(const std::string& dir, const HfModelConfig& config)
     : dir_(dir),
       prefix_(std::holds_alternative<nn::LlamaConfig>(config) ? "model." : "transformer.") {
   if (!exist_in(dir)) {
+    for (const char* name : {kSingleName, kIndexName}) check_not_dangling(dir + "/" + name);
     const bool has_pickle = exists(dir + "/pytorch_model.bin");
     const bool has_adapter = exists(dir + "/adapter_model.safetensors");
     throw InputError(fmt::format(
@@ -145,6 +163,13 @@ HfFiles::HfFiles(const std::string& dir, const HfModelConfig& config)
   }
   if (exists(dir + "/" + kSingleName)) {
     add_file(kSingleName);
+    if (exists(dir + "/" + kIndexName) && !is_index_of_single(dir)) {
+      log_once(
+          "warning",
+          fmt::format("{}: has {}, which is read as transformers does, and {}, whose files are "
+                      "not: if those are the newer ones, move the first away",
+                      dir, kSingleName, kIndexName));
+    }
     return;
   }
   for (const std::string& name : files_of_index(dir + "/" + kIndexName)) {

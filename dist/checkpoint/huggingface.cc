@@ -45,6 +45,20 @@ void check_finite(const HfFiles::Place& place, const float* values, int64_t coun
                                place.file->path(), shorten(place.entry->name), *bad));
 }
 
+/// A number that `dtype` rounds to infinity would be a broken model.
+void check_range(std::string_view name, const float* values, int64_t numel, DType dtype) {
+  visit_float(dtype, "export", [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const float* const end = values + numel;
+    const float* bad = std::find_if(values, end, [](float value) {
+      return std::isfinite(value) && !std::isfinite(static_cast<float>(T(value)));
+    });
+    if (bad == end) return;
+    throw ConfigError(fmt::format("export: {} has {:g}, which {} cannot hold, expected --dtype={}",
+                                  name, *bad, dtype, dtype == kF16 ? "bf16 or f32" : "f32"));
+  });
+}
+
 /// The bytes of a tensor of transformers, made from the parameter of ours that holds its rows.
 std::vector<std::byte> make_tensor(const HfTensor& tensor, const float* ours, int64_t cols,
                                    DType dtype) {
@@ -240,6 +254,7 @@ void HfWriter::write(std::string_view name, const float* values, int64_t numel) 
   TESSERA_CHECK(found != by_name_.end(), "export: the model has no parameter {}", name);
   const HfParameter* const p = &parameters_[found->second];
   TESSERA_CHECK_EQ(numel, p->shape.numel(), "export: elements of {}", name);
+  check_range(name, values, numel, options_.dtype);
   for (const HfTensor& t : p->sources) {
     const std::vector<std::byte> bytes = make_tensor(t, values, p->cols(), options_.dtype);
     writers_[file_of_.at(t.name)]->write(t.name, bytes.data(), static_cast<int64_t>(bytes.size()));

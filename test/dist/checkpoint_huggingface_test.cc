@@ -280,9 +280,46 @@ TEST_CASE("huggingface: configs that are not supported are named", "[huggingface
   CHECK(error("{" + llama + R"(, "hidden_act": 5})")
             .starts_with("config.json: hidden_act is 5, expected \"silu\""));
   CHECK(error("{" + llama + R"(, "rope_scaling": {"type": "yarn", "factor": 2.0}})") ==
-        "config.json: rope scaling: rope_type is missing, expected default, linear or llama3");
+        "config.json: rope scaling: type is \"yarn\", expected default, linear or llama3");
   CHECK(error("{" + llama + R"(, "rope_parameters": {"rope_type": "yarn"}})") ==
         "config.json: rope scaling: rope_type is \"yarn\", expected default, linear or llama3");
+}
+
+TEST_CASE("huggingface: a rope scaling without one of its numbers is refused, not guessed",
+          "[huggingface]") {
+  const auto parse = [](const nlohmann::json& scaling) {
+    const nlohmann::json object = {{"model_type", "llama"},    {"vocab_size", 8},
+                                   {"hidden_size", 8},         {"num_hidden_layers", 1},
+                                   {"num_attention_heads", 2}, {"intermediate_size", 8},
+                                   {"rope_scaling", scaling}};
+    return std::get<nn::LlamaConfig>(parse_hf_config("config.json", object.dump())).rope;
+  };
+  const nlohmann::json linear = {{"type", "linear"}, {"factor", 4}};
+  const nlohmann::json llama3 = {{"rope_type", "llama3"},
+                                 {"factor", 8},
+                                 {"low_freq_factor", 2},
+                                 {"high_freq_factor", 5},
+                                 {"original_max_position_embeddings", 64}};
+  CHECK(parse(linear).factor == 4);
+  CHECK(parse(llama3).original_max_position == 64);
+  for (const nlohmann::json& whole : {linear, llama3}) {
+    for (const auto& [key, value] : whole.items()) {
+      if (key.ends_with("type")) continue;
+      for (const bool is_null : {false, true}) {
+        nlohmann::json scaling = whole;
+        if (is_null) {
+          scaling[key] = nullptr;
+        } else {
+          scaling.erase(key);
+        }
+        INFO(scaling.dump());
+        const std::string found = is_null ? "null" : "missing";
+        CHECK_THAT(error_of([&] { parse(scaling); }),
+                   Catch::StartsWith("config.json: rope scaling: " + key + " is " + found +
+                                     ", expected "));
+      }
+    }
+  }
 }
 
 TEST_CASE("huggingface: ids of begin, end and padding are a number, several or none",
@@ -339,6 +376,31 @@ TEST_CASE("huggingface: models that transformers has no name for are not exporte
         }).starts_with("export: dtype f64, expected f32, bf16 or f16"));
 }
 
+TEST_CASE("huggingface: an export refuses numbers that its dtype cannot hold", "[huggingface]") {
+  const TempDir temp;
+  nn::LlamaConfig config;
+  config.vocab_size = 16, config.width = 8, config.ffn_width = 8;
+  config.num_layers = 1, config.num_heads = config.num_kv_heads = 2, config.head_width = 4;
+  for (const auto& [dtype, value, is_kept] : {std::tuple{kF16, 65504.0f, true},
+                                              {kF16, -65520.0f, false},
+                                              {kBF16, 1e38f, true},
+                                              {kBF16, 3.4e38f, false},
+                                              {kF32, 3.4e38f, true}}) {
+    HfWriter writer(temp / fmt::format("{}{}", dtype, value), config, {.dtype = dtype});
+    const HfParameter& p = writer.parameters().back();
+    std::vector<float> values(static_cast<size_t>(p.shape.numel()), 0.5f);
+    values.back() = value;
+    const auto write = [&] { writer.write(p.name, values.data(), p.shape.numel()); };
+    if (is_kept) {
+      CHECK_NOTHROW(write());
+      continue;
+    }
+    CHECK(error_of(write) ==
+          fmt::format("export: {} has {:g}, which {} cannot hold, expected --dtype={}", p.name,
+                      value, dtype, dtype == kF16 ? "bf16 or f32" : "f32"));
+  }
+}
+
 TEST_CASE("huggingface: weights that are cut while they are read are named", "[huggingface]") {
   const TempDir temp;
   const std::string dir = copy_of("qwen2", temp), path = dir + "/model.safetensors";
@@ -388,6 +450,36 @@ TEST_CASE("huggingface: missing and unexpected tensors and files are named", "[h
         dir + ": no model.safetensors and no model.safetensors.index.json");
   std::ofstream(dir + "/pytorch_model.bin") << "x";
   CHECK(error_of([&] { HfReader reader(dir); }).find("is a Python pickle") != std::string::npos);
+}
+
+TEST_CASE("huggingface: a link to a file that is gone says so", "[huggingface]") {
+  for (const char* name : {"model.safetensors", "model.safetensors.index.json"}) {
+    const TempDir dir;
+    fs::copy(folder("gpt2"), dir / "model");
+    fs::remove(dir / "model/model.safetensors");
+    fs::create_symlink("../../blobs/12ab", dir / "model" + "/" + name);
+    CHECK(error_of([&] { HfReader reader(dir / "model"); }) ==
+          dir / "model" + "/" + name +
+              ": is a link to ../../blobs/12ab, which is not there, expected the file");
+  }
+}
+
+TEST_CASE("huggingface: one file beside an index of others is read, and said", "[huggingface]") {
+  const TempDir dir;
+  fs::copy(folder("gpt2"), dir / "model");
+  const std::string index = dir / "model/model.safetensors.index.json";
+  const std::string single = dir / "model/model.safetensors";
+  REQUIRE(fs::exists(single));
+  const auto warning_of = [&](const std::string& text) {
+    std::ofstream(index, std::ios::binary) << text;
+    return stderr_of([&] { HfReader reader(dir / "model"); });
+  };
+  CHECK(warning_of(R"({"weight_map": {"a": "model.safetensors"}})") == "");
+  CHECK(warning_of(R"({"weight_map": {"a": "model-00001-of-00002.safetensors"}})") ==
+        "warning: " + dir / "model" +
+            ": has model.safetensors, which is read as transformers does, and "
+            "model.safetensors.index.json, whose files are not: if those are the newer ones, move "
+            "the first away\n");
 }
 
 TEST_CASE("F18: an index with paths, absolute names or links out of the folder is refused",
