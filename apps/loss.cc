@@ -1,9 +1,11 @@
 #include "apps/loss.h"
 
 #include <algorithm>
+#include <deque>
 #include <vector>
 
 #include "core/autograd.h"
+#include "core/runtime/staging.h"
 #include "kernels/loss_scale/loss_scale.h"
 
 namespace tessera::apps {
@@ -22,14 +24,13 @@ nn::ForwardOptions forward_options(const Batch& batch) {
 }
 
 /// The sum of the micro-batches that all ranks have evaluated: the same for any number of ranks.
-double sum_in_sample_order(const std::vector<Tensor>& sums, dist::World& world) {
-  std::vector<double> mine, all(sums.size() * static_cast<size_t>(world.world_size()));
-  for (const Tensor& sum : sums) mine.push_back(sum.item());
+double sum_in_sample_order(const std::vector<double>& mine, dist::World& world) {
+  std::vector<double> all(mine.size() * static_cast<size_t>(world.world_size()));
   world.control().all_gather(all.data(), mine.data(),
                              static_cast<int64_t>(mine.size() * sizeof(double)));
   double total = 0;
-  for (size_t pass = 0; pass < sums.size(); ++pass) {
-    for (size_t i = pass; i < all.size(); i += sums.size()) total += all[i];
+  for (size_t pass = 0; pass < mine.size(); ++pass) {
+    for (size_t i = pass; i < all.size(); i += mine.size()) total += all[i];
   }
   return total;
 }
@@ -53,7 +54,8 @@ void include_loss(const dist::ClippedNorm& clip, const Tensor& loss) {
 }
 
 std::optional<double> evaluate(nn::LanguageModel& model, dist::Fsdp& fsdp, dist::World& world,
-                               const EvalSamples& samples, const TrainConfig& config) {
+                               const EvalSamples& samples, const TrainConfig& config,
+                               const std::function<bool()>& is_to_end) {
   // The same micro-batches whatever the number of ranks: rank r takes r, r + ranks, ...
   const int64_t B = config.micro_batch, ranks = world.world_size();
   int64_t batches = (samples.num_samples() + B - 1) / B;
@@ -62,18 +64,30 @@ std::optional<double> evaluate(nn::LanguageModel& model, dist::Fsdp& fsdp, dist:
   const int64_t passes = (batches + ranks - 1) / ranks;
   NoGrad no_grad;
   model.train(false);
-  std::vector<Tensor> sums;
+  constexpr size_t kMaxAhead = 2;
+  std::deque<HostCopy> in_flight;
+  std::vector<double> sums;
+  const auto take = [&] {
+    sums.push_back(in_flight.front().item());
+    in_flight.pop_front();
+  };
   int64_t num_valid = 0;
+  bool is_cut = false;
   for (int64_t pass = 0; pass < passes; ++pass) {
+    if (in_flight.size() == kMaxAhead) take();
+    is_cut = world.control().max(is_to_end() ? 1 : 0) != 0;
+    if (is_cut) break;
     const int64_t index = pass * ranks + world.rank();
     // A rank whose turn is beyond the last one runs padding: all ranks make the same collectives.
     const Batch batch = samples.batch(index < batches ? index * B : samples.num_samples(), B);
     const LossSum loss = batch_loss(model, batch);
-    sums.push_back(loss.sum.view({1}).to(kF64));
+    in_flight.emplace_back(loss.sum.view({1}).to(kF64));
     num_valid += batch.num_valid;
   }
+  while (!in_flight.empty()) take();
   fsdp.end_forward();
   model.train(true);
+  if (is_cut) return std::nullopt;
   return sum_in_sample_order(sums, world) / static_cast<double>(world.control().sum(num_valid));
 }
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <functional>
 #include <optional>
 
 #include "apps/config.h"
@@ -19,8 +20,10 @@ void include_loss(const dist::ClippedNorm& clip, const Tensor& loss);
 
 /// The mean loss over the validation split, or its first `train.eval_batches` micro-batches; the
 /// same on all ranks, and the same bits of one model on any number of them. Nothing without
-/// samples. All ranks call it; it waits for the device.
+/// samples, nor if `is_to_end` says so on any rank before a micro-batch: who ends a run waits for no
+/// evaluation. All ranks call it; the host is at most two micro-batches ahead of the device.
 std::optional<double> evaluate(nn::LanguageModel& model, dist::Fsdp& fsdp, dist::World& world,
-                               const EvalSamples& samples, const TrainConfig& config);
+                               const EvalSamples& samples, const TrainConfig& config,
+                               const std::function<bool()>& is_to_end);
 
 }  // namespace tessera::apps

@@ -48,7 +48,7 @@ TokenCheck::TokenCheck(std::vector<TokenArray> files, Options options, dist::Wor
   }
   world_.control().verdict([&] { read_pieces(options_.max_seconds); });
   if (world_.control().all_agree(is_through())) {
-    finish();
+    decide_at_last();
     return;
   }
   decide();  // a bad one among those that were read ends the run now
@@ -58,6 +58,7 @@ TokenCheck::TokenCheck(std::vector<TokenArray> files, Options options, dist::Wor
     } catch (const Error&) {
       error_ = std::current_exception();
     }
+    has_ended_ = true;
   });
 }
 
@@ -66,12 +67,23 @@ TokenCheck::~TokenCheck() {
   if (thread_.joinable()) thread_.join();
 }
 
-void TokenCheck::finish() {
-  if (is_decided_) return;
-  if (thread_.joinable()) thread_.join();
+bool TokenCheck::finish(const std::function<bool()>& is_to_end) {
+  if (is_decided_) return true;
+  // A slow disk must not look like a rank that hangs, nor keep the end of the run waiting.
+  constexpr std::chrono::milliseconds kPeriod{20};
+  while (!world_.control().all_agree(has_ended_)) {
+    if (world_.control().max(is_to_end() ? 1 : 0) != 0) return false;
+    std::this_thread::sleep_for(kPeriod);
+  }
+  thread_.join();
   world_.control().verdict([&] {
     if (error_ != nullptr) std::rethrow_exception(error_);
   });
+  decide_at_last();
+  return true;
+}
+
+void TokenCheck::decide_at_last() {
   decide();
   is_decided_ = true;
   if (world_.rank() == 0) write_results();
@@ -82,6 +94,7 @@ void TokenCheck::read_pieces(double max_seconds) {
   const auto start = Clock::now();
   for (; !is_through() && !is_ending_; ++next_piece_) {
     if (std::chrono::duration<double>(Clock::now() - start).count() > max_seconds) return;
+    if (options_.on_piece) options_.on_piece();
     const Piece& piece = pieces_[next_piece_];
     const TokenArray& file = files_[piece.file];
     const int64_t largest = file.largest(piece.begin, piece.end);

@@ -3,6 +3,7 @@
 #include <atomic>
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -23,7 +24,8 @@ class TokenCheck {
     int64_t vocab_size = 0;
     std::string results_path;  ///< "": nothing is kept
     double max_seconds = 20;
-    int64_t piece_numel = 32 << 20;  ///< tokens that a rank reads at a time
+    int64_t piece_numel = 32 << 20;            ///< tokens that a rank reads at a time
+    std::function<void()> on_piece = nullptr;  ///< called before each; a slow disk, in tests
   };
 
   /// `files` are whole shards (Data::files). Collective.
@@ -34,9 +36,10 @@ class TokenCheck {
   TokenCheck(const TokenCheck&) = delete;
   TokenCheck& operator=(const TokenCheck&) = delete;
 
-  /// Waits until every token was read; nothing the second time. Collective.
+  /// Waits until every token was read, or `is_to_end` says on any rank that it is not to be waited
+  /// for: then false, and the reading goes on. Nothing the second time. Collective.
   /// Errors   as above
-  void finish();
+  bool finish(const std::function<bool()>& is_to_end);
   int64_t num_read() const { return num_read_; }  ///< tokens, by this rank
 
  private:
@@ -49,6 +52,7 @@ class TokenCheck {
   bool is_through() const { return next_piece_ == pieces_.size(); }
   /// The verdict of all ranks on what they have read.
   void decide();
+  void decide_at_last();
   void read_results();
   void write_results() const;
 
@@ -62,7 +66,7 @@ class TokenCheck {
   int64_t num_read_ = 0;
   int64_t bad_file_ = -1, bad_position_ = 0, bad_id_ = 0;  // the first that this rank has found
   bool is_decided_ = false;
-  std::atomic<bool> is_ending_ = false;
+  std::atomic<bool> is_ending_ = false, has_ended_ = false;  // of the thread
   std::exception_ptr error_;  // of the thread: a file that cannot be read any more
   std::thread thread_;
 };

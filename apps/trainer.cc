@@ -270,7 +270,13 @@ void Trainer::check_tokens() const {
         fmt::format("{}: data.separator = {}, expected a token below the vocabulary's size {}",
                     config_.origin("data.separator"), config_.data.separator, data_.vocab_size));
   }
-  if (config_.sample.tokens > 0) data_.tokenizer->encode(config_.sample.prompt);
+  if (config_.sample.tokens == 0) return;
+  try {
+    data_.tokenizer->encode(config_.sample.prompt);
+  } catch (const InputError& error) {
+    throw ConfigError(
+        fmt::format("{}: sample.prompt: {}", config_.origin("sample.prompt"), error.what()));
+  }
 }
 
 void Trainer::count_batches() {
@@ -587,10 +593,14 @@ void Trainer::finish(bool evaluates, bool is_end) {
   if (is_end && !is_rewind_due_) save_end();
   if (evaluates && !is_rewind_due_) {
     try {
-      m.val_loss = evaluate(*model_, *fsdp_, world_, *eval_samples_, config_.train);
+      m.val_loss =
+          evaluate(*model_, *fsdp_, world_, *eval_samples_, config_.train, is_preemption_requested);
     } catch (...) {
       log(m);
       throw;
+    }
+    if (!m.val_loss && eval_samples_->num_samples() > 0 && log_ != nullptr) {
+      log_->print(fmt::format("evaluation after step {}: cut short, the run is to end", step_));
     }
     // Rates and waits of the next steps are theirs alone.
     if (world_.world_size() > 1) fsdp_->exposed_times();
@@ -637,16 +647,20 @@ TrainResult Trainer::run() {
     }
     if (pending_) finish(false, false);
     pending_ = std::move(submitted);
-    const RunControl::Decision decision = control.poll(checkpoints_.state(), checkpoints_.is_late(),
-                                                       log_error_.has_value(), waited_ms_);
+    RunControl::Decision decision = control.poll(checkpoints_.state(), checkpoints_.is_late(),
+                                                 log_error_.has_value(), waited_ms_);
     if (last_step_ms_ > 0) slow_rank_.add(decision.waited_ms, last_step_ms_);
     checkpoints_.advance(decision.writers);
-    const bool is_cut = decision.is_preempted || decision.has_failed;
-    const bool is_end = !is_cut && (step_ == num_steps || decision.is_out_of_time);
-    const bool evaluates = !is_cut && (is_end || (eval_every > 0 && step_ % eval_every == 0));
-    const bool saves = is_cut || checkpoints_.is_due(step_) || decision.is_save_due;
+    const bool is_last = step_ == num_steps || decision.is_out_of_time;
+    const bool is_eval_due = is_last || (eval_every > 0 && step_ % eval_every == 0);
+    const bool is_save_due = checkpoints_.is_due(step_) || decision.is_save_due;
     // Who asked for the end may not leave the time for it: a resume reads the tokens again.
-    if ((is_end || evaluates || saves) && !is_cut) token_check_->finish();
+    if ((is_eval_due || is_save_due) && !decision.is_preempted && !decision.has_failed) {
+      decision.is_preempted = !token_check_->finish(is_preemption_requested);
+    }
+    const bool is_cut = decision.is_preempted || decision.has_failed;
+    const bool is_end = is_last && !is_cut, evaluates = is_eval_due && !is_cut;
+    const bool saves = is_cut || is_save_due;
     // Evaluations and checkpoints are of the parameters after their step: nothing is ahead of it.
     if (is_cut || is_end || evaluates || saves || guard_.is_on()) finish(evaluates, is_end);
     // Back from the last step, the run is not at its end.
@@ -717,6 +731,9 @@ void Trainer::print_sample() {
                       .top_k = config_.sample.top_k,
                       .top_p = config_.sample.top_p,
                       .seed = static_cast<uint64_t>(config_.train.seed)};
+  options.on_token = [&](int32_t) {
+    return world_.control().max(is_preemption_requested() ? 1 : 0) == 0;
+  };
   std::vector<int32_t> text = data_.tokenizer->encode(config_.sample.prompt);
   const std::vector<int32_t> added = nn::generate(*model_, text, options);
   fsdp_->end_forward();

@@ -4,6 +4,7 @@
 #include <filesystem>
 #include <fstream>
 #include <mutex>
+#include <thread>
 
 #include "dist/comm/local.h"
 #include "test/temp_dir.h"
@@ -44,7 +45,7 @@ std::string check(int ranks, const std::vector<TokenArray>& files,
     std::string error;
     try {
       TokenCheck tokens(files, options, world);
-      tokens.finish();
+      if (!tokens.finish([] { return false; })) throw Error("it was not waited for");
       mine = tokens.num_read();
     } catch (const InputError& e) {
       error = e.what();
@@ -137,4 +138,32 @@ TEST_CASE("token_check: a check that was not finished ends with its run", "[data
     const TokenCheck tokens({file}, {.vocab_size = 100, .results_path = "", .max_seconds = -1},
                             world);
   });
+}
+
+TEST_CASE("token_check: who ends a run waits for no reading, on whichever rank it is asked",
+          "[data]") {
+  const testing::TempDir dir;
+  const std::string kept = dir.path() + "/kept";
+  const std::vector<TokenArray> files{shard(dir.path() + "/a.bin", 2, 5000)};
+  for (const int ranks : {1, 3}) {
+    std::atomic<bool> is_fast = false;
+    const TokenCheck::Options options{.vocab_size = 8,
+                                      .results_path = kept,
+                                      .max_seconds = -1,
+                                      .piece_numel = 999,
+                                      .on_piece = [&] {
+                                        while (!is_fast) std::this_thread::yield();
+                                      }};
+    dist::run_ranks(ranks, [&](dist::World& world) {
+      TokenCheck tokens(files, options, world);
+      const bool is_waited_for = tokens.finish([&] { return world.rank() == ranks - 1; });
+      const bool is_kept = std::filesystem::exists(kept);
+      world.control().barrier();
+      is_fast = true;
+      if (is_waited_for || is_kept) throw Error("it was waited for");
+      if (!tokens.finish([] { return false; })) throw Error("it was not waited for");
+      if (!tokens.finish([] { return true; })) throw Error("it is over, and says it is not");
+    });
+    CHECK(std::filesystem::remove(kept));
+  }
 }

@@ -7,6 +7,8 @@
 #include <nlohmann/json.hpp>
 #include <sstream>
 
+#include "apps/loss.h"
+#include "apps/options.h"
 #include "apps/run_control.h"
 #include "core/autograd.h"
 #include "dist/comm/local.h"
@@ -394,7 +396,8 @@ TEST_CASE("trainer: data that is too short is refused with counts, on every rank
 TEST_CASE("trainer: what cannot go well at the end is refused at the start", "[trainer]") {
   const std::pair<std::vector<std::string>, const char*> cases[] = {
       {{"--data.tokenizer=char", "--sample.tokens=3", "--sample.prompt=%"},
-       "tokenizer: character '%' at byte 0 is not in the vocabulary of 25"},
+       "command line: sample.prompt: tokenizer: character '%' at byte 0 is not in the vocabulary of "
+       "25"},
       {{"--data.separator=256"},
        "command line: data.separator = 256, expected a token below the vocabulary's size 256"},
       {{"--fsdp.reshard_after_forward=3"},
@@ -568,4 +571,40 @@ TEST_CASE("trainer: a slow rank is one that others wait for in nearly all steps"
   for (int i = 0; i < 8; ++i) slow.add({0, 100, 100}, 100);
   for (int i = 0; i < 8; ++i) slow.add({100, 0, 100}, 100);
   CHECK_FALSE(slow.find()->is_persistent);  // by turns
+}
+
+TEST_CASE("trainer: who ends a run waits for no evaluation, on whichever rank it is asked",
+          "[trainer]") {
+  for (const int world_size : {1, 3}) {
+    CAPTURE(world_size);
+    const TempDir dir;
+    const Config config = small_config(dir, {"--train.micro_batch=1"});
+    std::mutex mutex;
+    std::map<int, int> num_asked;
+    dist::run_ranks(world_size, [&](dist::World& world) {
+      const auto context = std::make_shared<Context>(ContextOptions{});
+      const Context::Scope scope(context);
+      const Data data = load_data(config);
+      const auto model = make_model(config.model, data.vocab_size);
+      const auto fsdp = dist::fully_shard(*model, world);
+      fsdp->initialize(1);
+      const EvalSamples samples(data.val, sample_options(config, data.vocab_size));
+      if (samples.num_samples() < 12) throw Error("too few samples for this test");
+      const auto evaluate_until = [&](int last) {
+        return evaluate(*model, *fsdp, world, samples, config.train, [&, n = 0]() mutable {
+          const std::lock_guard lock(mutex);
+          ++num_asked[world.rank()];
+          return world.rank() == world_size - 1 && ++n > last;
+        });
+      };
+      if (evaluate_until(2)) throw Error("it went on");
+      if (!model->is_training()) throw Error("the model is left in evaluation");
+      const std::optional<double> whole = evaluate_until(1 << 20);
+      if (whole != evaluate_until(1 << 20)) throw Error("a cut evaluation changed the next");
+      if (!whole || !std::isfinite(*whole)) throw Error("no loss of a whole evaluation");
+    });
+    const int passes = (num_asked.at(0) - 3) / 2;
+    CHECK(passes > 3);
+    for (const auto& [rank, count] : num_asked) CHECK(count == 3 + 2 * passes);
+  }
 }
