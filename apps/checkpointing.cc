@@ -41,11 +41,16 @@ std::string stored_param_dtype(const Config& config, dist::World& world) {
   std::string dtype;
   if (world.rank() == 0 && c.resume != "none" && config.precision.param_dtype == "auto") {
     try {  // what is wrong with it is said when it is loaded
-      const std::string dir = c.dir.empty() ? config.output.dir : c.dir;
-      const dist::CheckpointReader reader(
-          dist::resolve_checkpoint(c.resume == "auto" ? dir : c.resume));
-      const std::string& text = reader.manifest().progress.config;
-      dtype = parse_config(text, reader.dir() + ": config").precision.param_dtype;
+      std::string from = c.resume;
+      if (from == "auto") {
+        const std::string dir = c.dir.empty() ? config.output.dir : c.dir;
+        from = dist::list_checkpoints(dir).empty() ? read_origin(dir) : dir;
+      }
+      if (!from.empty()) {
+        const dist::CheckpointReader reader(dist::resolve_checkpoint(from));
+        const std::string& text = reader.manifest().progress.config;
+        dtype = parse_config(text, reader.dir() + ": config").precision.param_dtype;
+      }
     } catch (const Error&) {
       dtype.clear();
     }
@@ -77,6 +82,7 @@ std::optional<dist::Progress> Checkpointing::start(const dist::TrainingState& st
     chosen = dist::choose_checkpoint(world_, dir_, adopts_run_ ? "" : run_,
                                      config_.checkpoint.resume_skip_unreadable);
     set_aside(chosen.damaged);
+    if (chosen.reader == nullptr) open_origin(chosen);
   } else if (from != "none") {
     std::string path;
     world_.control().verdict([&] { path = dist::resolve_checkpoint(from); });
@@ -116,6 +122,24 @@ std::optional<dist::Progress> Checkpointing::start(const dist::TrainingState& st
                               .keep_best = config_.checkpoint.best,
                               .leave_alone = chosen.unreadable});
   return progress;
+}
+
+/// A run that has come to no checkpoint of its own goes on from the one that it began with.
+void Checkpointing::open_origin(dist::ChosenCheckpoint& chosen) {
+  dist::Control& control = world_.control();
+  const std::string origin = control.broadcast(world_.rank() == 0 ? read_origin(dir_) : "", 0);
+  if (origin.empty()) return;
+  control.verdict([&] {
+    try {
+      dist::resolve_checkpoint(origin);
+    } catch (const CheckpointError& error) {
+      throw CheckpointError(fmt::format(
+          "{}: no checkpoint in it, and the one that its run began with is gone ({}), expected it "
+          "back, or --output.overwrite with another start",
+          dir_, error.what()));
+    }
+  });
+  chosen.reader = dist::open_checkpoint(world_, origin);
 }
 
 /// Damaged checkpoints make room for new ones of their steps and stay for whoever can mend them.

@@ -10,6 +10,7 @@
 
 #include "apps/config.h"
 #include "apps/data.h"
+#include "dist/checkpoint/choose.h"
 #include "dist/checkpoint/writer.h"
 #include "dist/comm/world.h"
 
@@ -41,7 +42,8 @@ class Checkpointing {
   Checkpointing(const Config& config, dist::World& world);
 
   /// Loads what `checkpoint.resume` names into `state`; nothing for "none" and for "auto" without
-  /// checkpoints. Then saves are of this state.
+  /// checkpoints, unless the run there began with one elsewhere: then that. Then saves are of this
+  /// state.
   /// Errors   CheckpointError if there is no whole checkpoint or it does not fit; ConfigError if
   ///          its data, seed or batch are not those of `identity`, or settings are not the run's
   ///          (resume_keys.h), and `checkpoint.resume_override` is not set; with it, and for
@@ -70,6 +72,7 @@ class Checkpointing {
   const std::string& resumed_from() const { return resumed_from_; }
 
  private:
+  void open_origin(dist::ChosenCheckpoint& chosen);
   void set_aside(const std::vector<std::string>& damaged) const;
   void report(const std::optional<dist::SaveResult>& result);
   void check_identity(const dist::CheckpointReader& reader, const RunIdentity& identity) const;

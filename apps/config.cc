@@ -1092,8 +1092,8 @@ std::vector<Field> config_fields(Config& c) {
        &c.checkpoint.resume,
        any,
        {},
-       "(also --resume) none; auto: from the newest whole checkpoint if there is one; or the path "
-       "of a checkpoint"},
+       "(also --resume) none; auto: from the newest whole checkpoint, or, without one, from that "
+       "which the run there began with, else from the start; or the path of a checkpoint"},
       {"checkpoint.resume_override",
        &c.checkpoint.resume_override,
        any,

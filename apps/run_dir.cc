@@ -20,6 +20,7 @@
 #include "core/fatal_signals.h"
 #include "core/files.h"
 #include "core/log.h"
+#include "core/text.h"
 #include "dist/checkpoint/reader.h"
 
 namespace tessera::apps {
@@ -31,8 +32,9 @@ constexpr const char* kLockFile = "/run.lock";
 constexpr const char* kRunFile = "/run.json";
 constexpr std::array kStateNames = {"running", "finished", "preempted", "failed"};
 /// What a run writes beside its checkpoints.
-constexpr std::array kArtefacts = {"status.json",   "config.toml",       "run.json",
-                                   "metrics.jsonl", "model.safetensors", "tokenizer.json"};
+constexpr std::array kArtefacts = {"status.json",       "config.toml",    "run.json",
+                                   "metrics.jsonl",     "tokenizer.json", "token_check.txt",
+                                   "model.safetensors", "run.lock"};
 
 /// A JSON object in a small file; null for anything else.
 nlohmann::json read_object(const std::string& path) {
@@ -86,6 +88,14 @@ std::string parent_of(const std::string& path) {
   return parent.empty() ? "." : parent;
 }
 
+/// Of a run that got no further than that: with who held it, or not yet.
+bool is_lock_of_a_run(const std::string& dir) {
+  const std::string path = dir + kLockFile;
+  std::error_code ignored;
+  if (fs::symlink_status(path, ignored).type() != fs::file_type::regular) return false;
+  return fs::file_size(path, ignored) == 0 || integer_of(read_object(path), "pid") > 0;
+}
+
 bool is_of_a_run(const std::string& dir) {
   return read_status(dir) || !read_run(dir).empty();
 }
@@ -133,8 +143,14 @@ std::string read_run(const std::string& dir) {
   return text_of(read_object(dir + kRunFile), "run");
 }
 
-void write_run(const std::string& dir, const std::string& run) {
-  write_file_atomically(dir + kRunFile, dump({{"run", run}}));
+std::string read_origin(const std::string& dir) {
+  return text_of(read_object(dir + kRunFile), "from");
+}
+
+void write_run(const std::string& dir, const std::string& run, const std::string& origin) {
+  nlohmann::ordered_json object = {{"run", run}};
+  if (!origin.empty()) object["from"] = origin;
+  write_file_atomically(dir + kRunFile, dump(object));
 }
 
 namespace {
@@ -258,7 +274,7 @@ std::string describe_run(const std::string& dir, bool is_mine) {
       return fmt::format("was preempted at step {}", status->step);
     case RunState::kFailed: {
       constexpr size_t kLongest = 200;
-      return fmt::format("failed at step {}: {}", status->step, status->why.substr(0, kLongest));
+      return fmt::format("failed at step {}: {}", status->step, shorten(status->why, kLongest));
     }
     case RunState::kRunning:
       break;
@@ -373,6 +389,7 @@ void RunDir::check_place(const Place& place) const {
       throw ConfigError(fmt::format("{}: {} in it is a directory, expected none", where, name));
     }
     if (is_ours || !fs::exists(fs::symlink_status(path, ignored))) continue;
+    if (kLockFile + 1 == std::string_view(name) && is_lock_of_a_run(place.dir)) continue;
     throw ConfigError(
         fmt::format("{} has a {} that no run of ours made, expected an empty directory, or one of "
                     "a run",
@@ -459,8 +476,10 @@ void RunDir::begin(int64_t step, const std::string& from, const std::string& run
   world_.control().verdict([&] {
     if (world_.rank() != 0) return;
     const std::string& out = config_.output.dir;
+    const std::string& home = places_.back().dir;  // of the checkpoints
     const bool may_replace = config_.output.overwrite;
-    if (has_earlier_ && from.empty() && config_.checkpoint.resume == "auto" && !may_replace &&
+    const bool is_in_place = !from.empty() && is_same_dir(parent_of(from), home);
+    if (has_earlier_ && !is_in_place && config_.checkpoint.resume == "auto" && !may_replace &&
         model_step(out) >= 0) {
       throw CheckpointError(fmt::format(
           "{}: the model of step {}, but no checkpoint to go on from, expected one, another "
@@ -477,13 +496,15 @@ void RunDir::begin(int64_t step, const std::string& from, const std::string& run
     }
     const bool starts_anew = from.empty() || config_.checkpoint.resume != "auto";
     if (has_earlier_ && may_replace && starts_anew) {
-      const bool is_in_place = !from.empty() && is_same_dir(parent_of(from), places_.back().dir);
       remove_newer(is_in_place ? step : -1);
       if (!is_in_place) fs::remove(out + "/metrics.jsonl");
     }
     write_status(out, RunState::kRunning, step);
     write_file_atomically(out + "/config.toml", dump_config(config_));
-    for (const Place& place : places_) write_run(place.dir, run);
+    const std::string origin = is_in_place    ? read_origin(home)
+                               : from.empty() ? ""
+                                              : fs::absolute(from).lexically_normal().string();
+    for (const Place& place : places_) write_run(place.dir, run, origin);
   });
   is_begun_ = true;
 }

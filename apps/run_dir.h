@@ -39,7 +39,10 @@ std::optional<RunStatus> read_status(const std::string& dir);
 
 /// The run whose files are in `dir` (`run.json`); empty if it does not say.
 std::string read_run(const std::string& dir);
-void write_run(const std::string& dir, const std::string& run);
+/// The checkpoint elsewhere that the run in `dir` began with; empty: none. Until it has one of its
+/// own, it goes on from there.
+std::string read_origin(const std::string& dir);
+void write_run(const std::string& dir, const std::string& run, const std::string& origin = "");
 
 /// Of the process that holds a directory.
 struct RunHolder {

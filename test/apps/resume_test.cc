@@ -309,6 +309,37 @@ TEST_CASE("resume: from a path, on into another directory", "[resume]") {
         saved.dir / "none: no complete checkpoint, expected step directories with a manifest.json");
 }
 
+TEST_CASE("resume: auto goes on from where a run began that died before its first checkpoint",
+          "[resume]") {
+  const SavedRun saved(2, {"--precision.param_dtype=bf16"});
+  const std::string out = saved.dir / "new", origin = saved.dir / "out/step-00000010";
+  const auto start = [&](const std::string& resume, std::vector<std::string> extra = {}) {
+    extra.insert(extra.end(), {"--output.dir=" + out, "--checkpoint.resume=" + resume});
+    return small_config(saved.dir, extra);
+  };
+  const std::vector<std::string> dies = {"--debug.nan_step=13"};
+  CHECK_THAT(error_on(2, start(origin, dies)), Catch::StartsWith("step 13: loss nan"));
+  CHECK_THAT(error_on(2, start("auto", dies)), Catch::StartsWith("step 13: loss nan"));
+  CHECK(saved_steps(out).empty());
+
+  // Without it nothing is trained from zero.
+  std::filesystem::rename(origin, origin + "-away");
+  CHECK(error_on(2, start("auto")) ==
+        out + ": no checkpoint in it, and the one that its run began with is gone (" + origin +
+            ": no complete checkpoint, expected step directories with a manifest.json), expected "
+            "it back, or --output.overwrite with another start");
+  std::filesystem::rename(origin + "-away", origin);
+
+  train_on(2, start("auto"));
+  const auto tail = losses(out);
+  REQUIRE(tail.size() == kSteps - kSaved);
+  CHECK(std::equal(tail.begin(), tail.end(), saved.expected.begin() + kSaved));
+  // Its own checkpoint counts from then on.
+  std::filesystem::remove_all(origin);
+  train_on(2, start("auto", {"--train.steps=21"}));
+  CHECK(losses(out).size() == kSteps - kSaved + 1);
+}
+
 TEST_CASE("resume: auto without checkpoints starts; damaged ones are passed over, or exit 4",
           "[resume]") {
   const TempDir dir;

@@ -321,7 +321,8 @@ TEST_CASE("run dir: a directory in use is refused, with who uses it", "[run_dir]
 
 TEST_CASE("run dir: files of others and the model it starts from are left alone", "[run_dir]") {
   const TempDir dir;
-  for (const char* name : {"config.toml", "model.safetensors", "tokenizer.json", "status.json"}) {
+  for (const char* name : {"config.toml", "model.safetensors", "tokenizer.json", "status.json",
+                           "run.json", "metrics.jsonl", "token_check.txt", "run.lock"}) {
     CAPTURE(name);
     const std::string out = dir / (std::string("with-") + name);
     fs::create_directory(out);
@@ -336,7 +337,15 @@ TEST_CASE("run dir: files of others and the model it starts from are left alone"
         fs::remove_all(dir / "out");
       }
     }
-    CHECK(bytes_of(out) == std::map<std::string, std::string>{{out + "/" + name, "mine"}});
+    CHECK(read_file(out + "/" + name) == "mine");
+    CHECK(bytes_of(out).size() == (std::string_view(name) == "run.lock" ? 0u : 1u));
+  }
+  // The lock of a run that got no further, at any point of its making.
+  for (const char* text : {"", "{\"host\":\"a\",\"pid\":1}\n"}) {
+    fs::create_directory(dir / "early");
+    std::ofstream(dir / "early/run.lock") << text;
+    CHECK_NOTHROW(train_on(1, small_config(dir, {"--output.dir=" + dir / "early"})));
+    fs::remove_all(dir / "early");
   }
   fs::create_directories(dir / "out/model.safetensors");
   CHECK_THAT(error_on(1, small_config(dir)),
