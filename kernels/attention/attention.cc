@@ -17,7 +17,12 @@ namespace kernels {
 
 double AttentionShape::num_visible_pairs() const {
   const double T = static_cast<double>(num_queries), S = static_cast<double>(num_keys);
-  const double pairs = causal ? T * (S - T) + T * (T + 1) / 2 : T * S;
+  double pairs = causal ? T * (S - T) + T * (T + 1) / 2 : T * S;
+  if (window > 0) {
+    // The first queries see fewer keys than the window has.
+    const auto W = static_cast<double>(window), few = std::clamp(W - (S - T), 0.0, T);
+    pairs = few * (S - T) + few * (few + 1) / 2 + (T - few) * W;
+  }
   return static_cast<double>(batch * num_heads) * pairs;
 }
 
@@ -32,6 +37,13 @@ int64_t span_nbytes(const AttentionShape& s, const HeadStrides& strides, bool is
   return strides.span(s.batch, is_query ? s.num_queries : s.num_keys,
                       is_query ? s.num_heads : s.num_kv_heads, s.head_dim) *
          static_cast<int64_t>(size_of(s.dtype));
+}
+
+/// The rows of keys or values that some query sees.
+void read_keys(Cost& cost, const AttentionShape& s, const void* rows, const HeadStrides& strides) {
+  const int64_t first = s.key_begin(), size = static_cast<int64_t>(size_of(s.dtype));
+  cost.read(static_cast<const char*>(rows) + first * strides.time * size,
+            strides.span(s.batch, s.num_keys - first, s.num_kv_heads, s.head_dim) * size);
 }
 
 int64_t compute_size(DType dtype) {
@@ -56,11 +68,10 @@ void read_masks(Cost& cost, const AttentionShape& s) {
 
 Cost AttentionFwd::cost() const {
   Cost cost(4.0 * static_cast<double>(shape.head_dim) * shape.num_visible_pairs());
-  cost.read(q, span_nbytes(shape, q_strides, true))
-      .read(k, span_nbytes(shape, k_strides, false))
-      .read(v, span_nbytes(shape, v_strides, false))
-      .write(o, o_nbytes(shape))
-      .write(lse, lse_nbytes(shape));
+  cost.read(q, span_nbytes(shape, q_strides, true));
+  read_keys(cost, shape, k, k_strides);
+  read_keys(cost, shape, v, v_strides);
+  cost.write(o, o_nbytes(shape)).write(lse, lse_nbytes(shape));
   read_masks(cost, shape);
   return cost;
 }
@@ -84,10 +95,10 @@ int64_t AttentionBwd::workspace_numel() const {
 
 Cost AttentionBwd::cost() const {
   Cost cost(10.0 * static_cast<double>(shape.head_dim) * shape.num_visible_pairs());
-  cost.read(q, span_nbytes(shape, q_strides, true))
-      .read(k, span_nbytes(shape, k_strides, false))
-      .read(v, span_nbytes(shape, v_strides, false))
-      .read(o, o_nbytes(shape))
+  cost.read(q, span_nbytes(shape, q_strides, true));
+  read_keys(cost, shape, k, k_strides);
+  read_keys(cost, shape, v, v_strides);
+  cost.read(o, o_nbytes(shape))
       .read(d_out, o_nbytes(shape))
       .read(lse, lse_nbytes(shape))
       .write_or_accumulate(dq, span_nbytes(shape, dq_strides, true), accumulate_dq)
@@ -148,7 +159,16 @@ void check(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionOpt
                         "and {}",
                         k.dim(1), q.dim(1));
   }
+  TESSERA_CHECK(options.window >= 0, "attention: window must not be negative, got {}",
+                options.window);
+  TESSERA_CHECK(options.window == 0 || options.causal, "attention: a window of {} needs causal",
+                options.window);
+  TESSERA_CHECK(std::isfinite(options.softcap) && options.softcap >= 0,
+                "attention: softcap must be finite and not negative, got {}", options.softcap);
   if (const Tensor& slopes = options.alibi_slopes; slopes.is_defined()) {
+    TESSERA_CHECK(options.softcap == 0,
+                  "attention: alibi_slopes and a softcap of {} do not go together",
+                  options.softcap);
     TESSERA_CHECK_EQ(slopes.shape(), Shape{q.dim(2)}, "attention: alibi_slopes must be [H]");
     TESSERA_CHECK_EQ(slopes.dtype(), kF32, "attention: alibi_slopes must be f32");
   }
@@ -269,7 +289,9 @@ Tensor attention(const Tensor& q_BTHD, const Tensor& k_BSHD, const Tensor& v_BSH
                                   : 1 / std::sqrt(static_cast<double>(head_dim)),
       .causal = options.causal,
       .document_starts = starts.is_defined() ? starts.data<int32_t>() : nullptr,
-      .alibi_slopes = slopes.is_defined() ? slopes.data<float>() : nullptr};
+      .alibi_slopes = slopes.is_defined() ? slopes.data<float>() : nullptr,
+      .window = options.window < k.dim(1) ? options.window : 0,
+      .softcap = static_cast<double>(options.softcap)};
 
   Tensor o = empty(q.shape(), q.dtype());
   const Tensor lse =

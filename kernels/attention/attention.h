@@ -12,14 +12,16 @@ struct AttentionOptions {
   /// i32 [B, T]: first position of the query's document; undefined: one document a sample.
   Tensor document_starts = {};
   Tensor alibi_slopes = {};  ///< f32 [H]; undefined: no position bias
+  int64_t window = 0;        ///< keys that a query sees at most, its own the last; 0: all
+  float softcap = 0;         ///< bound of the logits' magnitude; 0: none
 };
 
 /// Which code computes attention on CUDA devices.
 enum class AttentionBackend : unsigned char {
   kOwn,    ///< the project's kernels; bitwise repeatable
-  kCudnn,  ///< cuDNN where it takes the problem (bf16 or f16, aligned, no documents, no alibi, all
-           ///< gradients wanted, none added to), else `kOwn`; its dq is summed by atomics: not
-           ///< bitwise repeatable. An error where cuDNN 9 cannot be loaded
+  kCudnn,  ///< cuDNN where it takes the problem (bf16 or f16, aligned, no documents, alibi, window
+           ///< or softcap, all gradients wanted, none added to), else `kOwn`; its dq is summed by
+           ///< atomics: not bitwise repeatable. An error where cuDNN 9 cannot be loaded
   kAuto,   ///< the faster of both: the first call of a shape times each, which waits for the device
 };
 
@@ -33,10 +35,13 @@ AttentionBackend attention_backend();
 /// a time and the softmax is corrected as larger logits come (Milakov & Gimelshein 2018,
 /// arXiv:1805.02867; Dao 2023, arXiv:2307.08691).
 ///   o[b,t,h] = sum_s p[s] v[b,s,h']
-///   p = softmax_s(scale q[b,t,h] . k[b,s,h'] - slope[h] |t' - s|)
+///   p = softmax_s(cap(scale q[b,t,h] . k[b,s,h']) - slope[h] |t' - s|)
+///   cap(x) = softcap tanh(x / softcap), or x (Gemma 2: arXiv:2408.00118)
 ///   h' = h / (H / Hk);  t' = S - T + t: queries are the last positions (decoding with a cache)
-/// Visible are keys s <= t' if causal, and those of the query's document: s >= document_starts[b,t]
-/// and, if not causal, s before the next document. A query that sees no key gives 0.
+/// Visible are keys s <= t' if causal, with a window those with t' - window < s too, and those of
+/// the query's document: s >= document_starts[b,t] and, if not causal, s before the next document.
+/// A query that sees no key gives 0. Work grows with what is visible: tiles of keys that no query of
+/// a block sees are not visited.
 /// Shapes   q [B, T, H, D], k and v [B, S, Hk, D], S >= T, H a multiple of Hk -> o [B, T, H, D]
 /// Strides  any but in the last dimension (slices of a packed qkv are fine); gradients as well
 /// Dtypes   q, k, v, o f32 | bf16 | f16; sums in f32, one rounding at the end; f64 in f64
@@ -46,7 +51,8 @@ AttentionBackend attention_backend();
 ///          CUDA of 8 bytes a query and head
 /// CUDA     bf16 and f16 on tensor cores (P and dS rounded to the dtype), f32 without; no f64
 /// Streams  current stream; never synchronizes (but for a measurement of `kAuto`)
-/// Errors   ShapeError or DtypeError that begins with "attention:"; CudaError from cuDNN
+/// Errors   ShapeError or DtypeError that begins with "attention:"; Error for a window without
+///          causal, alibi beside a softcap, a number out of range; CudaError from cuDNN
 Tensor attention(const Tensor& q_BTHD, const Tensor& k_BSHD, const Tensor& v_BSHD,
                  const AttentionOptions& options = {});
 

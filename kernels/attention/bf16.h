@@ -12,7 +12,8 @@
 //   pairs    A product's operands give two neighbours along the sum in each 32-bit word. Rows of K
 //            and V, and P and dS by rows, are such words as they lie; "pairs" of a matrix are its
 //            rows 2 r and 2 r + 1 interleaved, which a sum over rows takes.
-//   scale    Q is taken as it is; logits stand divided by the scale until the exponential.
+//   scale    Q is taken as it is; logits stand divided by the scale until the exponential, or until
+//            they are capped.
 //   rounding P and dS are rounded to bf16 before they are multiplied; the softmax's sums are not.
 
 #if TESSERA_AVX512 && defined(__AVX512BF16__)
@@ -181,9 +182,10 @@ inline void forward_block_bf16(const AttentionFwd& a, int64_t batch, int64_t kv_
   using T = BFloat16;
   const AttentionShape& s = a.shape;
   const int64_t D = s.head_dim, width = padded_width(D), pairs = (D + 1) / 2;
-  const auto scale = static_cast<float>(s.scale);
+  const auto scale = static_cast<float>(s.scale), cap = static_cast<float>(s.softcap);
+  const float unit = s.is_capped() ? 1.0f : scale;
   ForwardPairs tiles;
-  const Block<float> block(s, batch, kv_head, block_index, scale);
+  const Block<float> block(s, batch, kv_head, block_index, unit);
   copy_rows(s, block, a.q, a.q_strides, width, tiles.rows);
   transpose_pairs(tiles.q, tiles.rows, width);
   std::fill_n(tiles.o, width * kRows, 0.0f);
@@ -203,9 +205,10 @@ inline void forward_block_bf16(const AttentionFwd& a, int64_t batch, int64_t kv_
       multiply_pairs<false>(
           run.end - run.begin, run.high - run.low, tiles.p + run.begin * kRows + lane, kRows,
           k.data + run.begin * k.stride, k.stride, tiles.q + lane, kRows, pairs, false);
+      if (s.is_capped()) cap_run<float>(run, cap, scale, tiles.p, nullptr);
       mask_run(block, tile, run, s.alibi_slopes != nullptr, tiles.p);
     }
-    softmax.update(tiles.p, runs, num_runs, tiles.o, D, scale);
+    softmax.update(tiles.p, runs, num_runs, tiles.o, D, unit);
     interleave_rows(tiles.v, width, v_rows.data + tile * v_rows.stride, v_rows.stride, num_keys, D);
     for (int r = 0; r < num_runs; ++r) {
       const Run& run = runs[r];
@@ -225,7 +228,8 @@ inline void forward_block_bf16(const AttentionFwd& a, int64_t batch, int64_t kv_
 /// (q_pairs, do_pairs), K as pairs of keys.
 struct BackwardPairs {
   static constexpr int64_t kArea = kRows * kMaxAttentionWidth;
-  alignas(64) float dq[kArea], p[kKeys * kRows], ds[kKeys * kRows], lse[kRows], delta[kRows];
+  alignas(64) float dq[kArea], p[kKeys * kRows], ds[kKeys * kRows], slopes[kKeys * kRows],
+      lse[kRows], delta[kRows];
   alignas(64) Pair q[kArea / 2], d_out[kArea / 2], q_pairs[kArea / 2], do_pairs[kArea / 2],
       k_pairs[kArea / 2], ds_pairs[kKeys / 2 * kRows];
   alignas(64) BFloat16 q_rows[kArea], do_rows[kArea], o_rows[kArea], k_buffer[kArea],
@@ -263,16 +267,18 @@ inline void load_block(const AttentionBwd& a, const Block<float>& block, Backwar
   std::fill_n(tiles.dq, width * kRows, 0.0f);
 }
 
-/// p = exp(scale p - lse), ds = p * (ds - delta) for one run: both by rows, ds also by pairs of
-/// keys.
-inline void softmax_backward(const Run& run, float scale, BackwardPairs& tiles) {
+/// p = exp(unit p - lse), ds = p * (ds - delta) for one run, capped times the soft-cap's slopes:
+/// both by rows, ds also by pairs of keys.
+template <bool kCapped>
+inline void softmax_backward(const Run& run, float unit, BackwardPairs& tiles) {
   for (int j = run.low; j < run.high; ++j) {
     const int64_t lane = j * kPairLanes;
     const Vector<float> lse = load(tiles.lse + lane), delta = load(tiles.delta + lane);
     const auto one_key = [&](int64_t k) {
       const int64_t at = k * kRows + lane;
-      const Vector<float> p = exp_lanes<BFloat16>(load(tiles.p + at) * scale - lse);
-      const Vector<float> ds = p * (load(tiles.ds + at) - delta);
+      const Vector<float> p = exp_lanes<BFloat16>(load(tiles.p + at) * unit - lse);
+      Vector<float> ds = p * (load(tiles.ds + at) - delta);
+      if constexpr (kCapped) ds *= load(tiles.slopes + at);
       tessera::cpu::store_lanes<float>(tiles.p_rows + at, p);
       tessera::cpu::store_lanes<float>(tiles.ds_rows + at, ds);
       return ds;
@@ -291,8 +297,8 @@ inline void backward_block_bf16(const AttentionBwd& a, int64_t batch, int64_t kv
   const AttentionShape& s = a.shape;
   const int64_t D = s.head_dim, width = padded_width(D), pairs = (D + 1) / 2;
   const int columns = static_cast<int>(width) / kPairLanes;
-  const auto scale = static_cast<float>(s.scale);
-  const Block<float> block(s, batch, kv_head, block_index, scale);
+  const auto scale = static_cast<float>(s.scale), cap = static_cast<float>(s.softcap);
+  const Block<float> block(s, batch, kv_head, block_index, s.is_capped() ? 1.0f : scale);
   load_block(a, block, tiles);
   const Rows<const T> k_rows(static_cast<const T*>(a.k), a.k_strides, batch, kv_head);
   const Rows<const T> v_rows(static_cast<const T*>(a.v), a.v_strides, batch, kv_head);
@@ -316,10 +322,12 @@ inline void backward_block_bf16(const AttentionBwd& a, int64_t batch, int64_t kv
       const int64_t from = run.begin * kRows + lane;
       multiply_pairs<false>(keys, vectors, tiles.p + from, kRows, k.data + run.begin * k.stride,
                             k.stride, tiles.q + lane, kRows, pairs, false);
+      if (s.is_capped()) cap_run<float>(run, cap, scale, tiles.p, tiles.slopes);
       mask_run(block, tile, run, s.alibi_slopes != nullptr, tiles.p);
       multiply_pairs<false>(keys, vectors, tiles.ds + from, kRows, v.data + run.begin * v.stride,
                             v.stride, tiles.d_out + lane, kRows, pairs, false);
-      softmax_backward(run, scale, tiles);
+      s.is_capped() ? softmax_backward<true>(run, 1.0f, tiles)
+                    : softmax_backward<false>(run, scale, tiles);
       const int64_t at = (tile + run.begin) * width;
       if (a.dv != nullptr)
         multiply_pairs<false>(keys, columns, dv + at, width, tiles.p_rows + from, kRows,

@@ -74,16 +74,21 @@ struct Block {
  private:
   void set_positions(const AttentionShape& s, A unit) {
     const int64_t offset = s.num_keys - s.num_queries;
-    for (int64_t i = 0; i < kRows; ++i) {
-      first[i] = end[i] = position[i] = 0;  // rows past the last see nothing
-      slope[i] = A(0);
-      if (i >= count) continue;
+    for (int64_t i = 0; i < count; ++i) {
       const int64_t t = query(s, i);
       position[i] = static_cast<LaneInt<A>>(offset + t);
       end[i] = static_cast<LaneInt<A>>(s.causal ? offset + t + 1 : s.num_keys);
+      first[i] = 0;
+      if (s.window > 0) first[i] = static_cast<LaneInt<A>>(std::max<int64_t>(0, end[i] - s.window));
       if (s.document_starts != nullptr)
-        first[i] = std::max<LaneInt<A>>(0, s.document_starts[batch * s.num_queries + t]);
-      if (s.alibi_slopes != nullptr) slope[i] = static_cast<A>(s.alibi_slopes[head(s, i)]) / unit;
+        first[i] = std::max<LaneInt<A>>(first[i], s.document_starts[batch * s.num_queries + t]);
+      slope[i] =
+          s.alibi_slopes != nullptr ? static_cast<A>(s.alibi_slopes[head(s, i)]) / unit : A(0);
+    }
+    for (int64_t i = count; i < kRows; ++i) {  // see nothing, and nothing before the last row does
+      first[i] = first[count - 1];
+      end[i] = position[i] = 0;
+      slope[i] = A(0);
     }
   }
 
@@ -139,6 +144,32 @@ int find_runs(const Block<A>& block, int64_t tile, int64_t num_keys,
       runs[num_runs++] = run;
   }
   return num_runs;
+}
+
+/// cap tanh(x / cap) of the logits x of one run, which stand divided by `unit`; the results do not.
+/// Their derivatives by x, 1 - tanh^2, go to `slopes` unless it is null.
+template <class A>
+void cap_run(const Run& run, A cap, A unit, A* logits, A* slopes) {
+  const A inner = unit / cap;
+  for (int64_t k = run.begin; k < run.end; ++k) {
+    for (int j = run.low; j < run.high; ++j) {
+      const int64_t at = k * kRows + j * kLanes<A>;
+      const Vector<A> t = tessera::cpu::tanh_lanes<A>(load(logits + at) * inner);
+      store(logits + at, t * cap);
+      if (slopes != nullptr) store(slopes + at, A(1) - t * t);
+    }
+  }
+}
+
+/// dst *= factors in one run.
+template <class A>
+void multiply_run(const Run& run, A* dst, const A* factors) {
+  for (int64_t k = run.begin; k < run.end; ++k) {
+    for (int j = run.low; j < run.high; ++j) {
+      const int64_t at = k * kRows + j * kLanes<A>;
+      store(dst + at, load(dst + at) * load(factors + at));
+    }
+  }
 }
 
 /// Adds the position bias and masks the logits of one run.

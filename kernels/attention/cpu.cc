@@ -10,6 +10,7 @@
 //                      dV += P' dO       dK += dS' Q        dQ' += K' dS'
 //          (' is transposed; dS = P (dP - rowsum(dO O)).) bf16 and f16 tiles are widened once;
 //          where the processor multiplies bf16, bf16.h has the products in it instead.
+// Soft-cap S' = cap tanh(K Q' / cap) before it is masked; dS counts times 1 - tanh^2.
 // Masks    Each row sees the keys [first, end). Steps of 16 keys and vectors of rows that see none
 //          of each other are skipped; where they see some, masked logits are -inf.
 // Threads  forward: blocks of rows. backward: key/value heads times chunks of blocks; each chunk
@@ -92,6 +93,7 @@ void forward_block(const AttentionFwd& a, int64_t batch, int64_t kv_head, int64_
       const int64_t lane = run.low * kLanes<A>;
       multiply<A, false>(run.end - run.begin, run.high - run.low, p + run.begin * kRows + lane,
                          kRows, k.data + run.begin * k.stride, k.stride, q + lane, kRows, D, false);
+      if (s.is_capped()) cap_run<A>(run, static_cast<A>(s.softcap), A(1), p, nullptr);
       mask_run(block, tile, run, has_bias, p);
     }
     softmax.update(p, runs, num_runs, o, D);
@@ -111,8 +113,8 @@ void forward_block(const AttentionFwd& a, int64_t batch, int64_t kv_head, int64_
 /// Memory of backward for one block of rows; see the banner for the names.
 template <class A>
 struct BackwardTiles {
-  Scratch<A, 7 * kRows * kMaxAttentionWidth + 2 * kKeys * kRows> scratch;
-  A *q_rows, *do_rows, *q, *d_out, *dq, *k_buffer, *v_buffer, *p, *ds;
+  Scratch<A, 7 * kRows * kMaxAttentionWidth + 3 * kKeys * kRows> scratch;
+  A *q_rows, *do_rows, *q, *d_out, *dq, *k_buffer, *v_buffer, *p, *ds, *slopes;
   alignas(64) A lse[kRows], delta[kRows];
 
   explicit BackwardTiles(int64_t width) {
@@ -120,6 +122,7 @@ struct BackwardTiles {
       *rows = scratch.take(kRows * width);
     p = scratch.take(kKeys * kRows);
     ds = scratch.take(kKeys * kRows);
+    slopes = scratch.take(kKeys * kRows);  // of the soft-cap
   }
 };
 
@@ -195,10 +198,12 @@ void backward_block(const AttentionBwd& a, int64_t batch, int64_t kv_head, int64
       A* ds = tiles.ds + run.begin * kRows + lane;
       const A* k_run = k.data + run.begin * k.stride;
       multiply<A, false>(keys, vectors, p, kRows, k_run, k.stride, tiles.q + lane, kRows, D, false);
+      if (s.is_capped()) cap_run<A>(run, static_cast<A>(s.softcap), A(1), tiles.p, tiles.slopes);
       mask_run(block, tile, run, s.alibi_slopes != nullptr, tiles.p);
       multiply<A, false>(keys, vectors, ds, kRows, v.data + run.begin * v.stride, v.stride,
                          tiles.d_out + lane, kRows, D, false);
       softmax_backward(run, tiles);
+      if (s.is_capped()) multiply_run(run, tiles.ds, tiles.slopes);
       const int64_t at = (tile + run.begin) * width;
       if (a.dv != nullptr)
         multiply<A, false>(keys, columns, dv + at, width, p, kRows, tiles.do_rows + lane * width,
@@ -222,21 +227,66 @@ void backward_block(const AttentionBwd& a, int64_t batch, int64_t kv_head, int64
   }
 }
 
-/// The blocks of one chunk. They are dealt to and fro, so that causal chunks have equal work.
+/// How backward deals the blocks of a head to chunks: to and fro, so that causal chunks have equal
+/// work; if a chunk is no shorter than the window, side by side, so that each sums few keys.
+class Chunks {
+ public:
+  explicit Chunks(const AttentionBwd& a)
+      : shape_(a.shape),
+        count_(a.num_chunks()),
+        is_local_(shape_.window > 0 && shape_.window * count_ <= shape_.num_keys) {}
+
+  int64_t count() const { return count_; }
+
+  template <class F>
+  void for_blocks(int64_t chunk, F&& f) const {
+    const int64_t num_blocks = shape_.num_blocks();
+    if (is_local_) {
+      for (int64_t block = begin_of(chunk); block < begin_of(chunk + 1); ++block) f(block);
+      return;
+    }
+    for (int64_t round = 0; round * count_ < num_blocks; ++round) {
+      const int64_t block = round * count_ + (round % 2 == 0 ? chunk : count_ - 1 - chunk);
+      if (block < num_blocks) f(block);
+    }
+  }
+
+  struct Keys {
+    int64_t begin, end;
+    bool contain(int64_t key) const { return key >= begin && key < end; }
+  };
+  /// Those that the blocks of a chunk may see, in whole tiles.
+  Keys keys(int64_t chunk) const {
+    if (!is_local_) return {0, shape_.num_keys};
+    if (begin_of(chunk) == begin_of(chunk + 1)) return {0, 0};
+    const int64_t rows = begin_of(chunk + 1) * kRows, offset = shape_.num_keys - shape_.num_queries;
+    const int64_t first = offset + begin_of(chunk) * kRows / shape_.group();
+    const int64_t last = offset + (std::min(rows, shape_.rows_per_kv_head()) - 1) / shape_.group();
+    return {std::max<int64_t>(0, first + 1 - shape_.window) / kKeys * kKeys, last + 1};
+  }
+
+ private:
+  int64_t begin_of(int64_t chunk) const { return shape_.num_blocks() * chunk / count_; }
+
+  const AttentionShape& shape_;
+  int64_t count_;
+  bool is_local_;
+};
+
 template <class T>
-void backward_chunk(const AttentionBwd& a, int64_t item) {
+void backward_chunk(const AttentionBwd& a, const Chunks& chunks, int64_t item) {
   using A = ComputeType<T>;
   const AttentionShape& s = a.shape;
-  const int64_t num_chunks = a.num_chunks(), chunk = item % num_chunks;
-  const int64_t head = item / num_chunks, numel = s.num_keys * padded_width(s.head_dim);
+  const int64_t chunk = item % chunks.count(), head = item / chunks.count();
+  const int64_t width = padded_width(s.head_dim), numel = s.num_keys * width;
   A* dk = static_cast<A*>(a.workspace) + item * 2 * numel;
   A* dv = dk + numel;
-  std::memset(dk, 0, static_cast<size_t>(2 * numel) * sizeof(A));
+  const Chunks::Keys keys = chunks.keys(chunk);
+  for (A* sums : {dk, dv}) std::fill(sums + keys.begin * width, sums + keys.end * width, A(0));
   const auto for_blocks = [&](auto&& one_block) {
-    for (int64_t round = 0; round * num_chunks < s.num_blocks(); ++round) {
-      const int64_t block = round * num_chunks + (round % 2 == 0 ? chunk : num_chunks - 1 - chunk);
-      if (block < s.num_blocks()) one_block(head / s.num_kv_heads, head % s.num_kv_heads, block);
-    }
+    chunks.for_blocks(chunk, [&](int64_t block) {
+      one_block(head / s.num_kv_heads, head % s.num_kv_heads, block);
+    });
   };
 #if TESSERA_ATTENTION_BF16
   if constexpr (std::is_same_v<T, BFloat16>) {
@@ -256,7 +306,8 @@ void backward_chunk(const AttentionBwd& a, int64_t item) {
 
 /// Adds the chunks of keys [begin, end) of one key/value head and writes dk and dv.
 template <class T>
-void write_keys(const AttentionBwd& a, int64_t head, int64_t begin, int64_t end) {
+void write_keys(const AttentionBwd& a, const Chunks& chunks, int64_t head, int64_t begin,
+                int64_t end) {
   using A = ComputeType<T>;
   const AttentionShape& s = a.shape;
   const int64_t width = padded_width(s.head_dim), numel = s.num_keys * width;
@@ -266,12 +317,19 @@ void write_keys(const AttentionBwd& a, int64_t head, int64_t begin, int64_t end)
     if (dst == nullptr) return;
     const Rows<T> rows(static_cast<T*>(dst), strides, batch, kv_head);
     for (int64_t k = begin; k < end; ++k) {
-      A* sum =
-          static_cast<A*>(a.workspace) + (head * a.num_chunks() * 2 + part) * numel + k * width;
-      for (int64_t c = 1; c < a.num_chunks(); ++c) {
-        const A* other = sum + c * 2 * numel;
-        for (int64_t d = 0; d < width; ++d) sum[d] += other[d];
+      A* const first =
+          static_cast<A*>(a.workspace) + (head * chunks.count() * 2 + part) * numel + k * width;
+      A* sum = nullptr;
+      for (int64_t c = 0; c < chunks.count(); ++c) {
+        if (!chunks.keys(c).contain(k)) continue;
+        A* const other = first + c * 2 * numel;
+        if (sum == nullptr) {
+          sum = other;
+        } else {
+          for (int64_t d = 0; d < width; ++d) sum[d] += other[d];
+        }
       }
+      if (sum == nullptr) std::fill_n(sum = first, width, A(0));  // nothing sees this key
       store_row(rows.data + k * rows.stride, sum, s.head_dim, factor, accumulate);
     }
   };
@@ -307,17 +365,18 @@ void attention_fwd(const AttentionFwd& a) {
 
 void attention_bwd(const AttentionBwd& a) {
   const AttentionShape& s = a.shape;
-  const int64_t num_heads = s.batch * s.num_kv_heads, items = num_heads * a.num_chunks();
+  const Chunks chunks(a);
+  const int64_t num_heads = s.batch * s.num_kv_heads, items = num_heads * chunks.count();
   if (items == 0 || s.num_keys == 0) return;
   visit_float(s.dtype, "attention_bwd", [&](auto tag) {
     using T = typename decltype(tag)::type;
     const double flops = 10.0 * static_cast<double>(s.head_dim) * s.num_visible_pairs();
     // With one chunk a head's sums are complete, and still in the cache.
-    const bool is_one_pass = a.num_chunks() == 1;
+    const bool is_one_pass = chunks.count() == 1;
     parallel_for(items, grain_of(flops, items), [&](int64_t begin, int64_t end) {
       for (int64_t item = begin; item < end; ++item) {
-        backward_chunk<T>(a, item);
-        if (is_one_pass) write_keys<T>(a, item, 0, s.num_keys);
+        backward_chunk<T>(a, chunks, item);
+        if (is_one_pass) write_keys<T>(a, chunks, item, 0, s.num_keys);
       }
     });
     if (is_one_pass) return;
@@ -325,7 +384,7 @@ void attention_bwd(const AttentionBwd& a) {
     parallel_for(num_heads * tiles, 4, [&](int64_t begin, int64_t end) {
       for (int64_t item = begin; item < end; ++item) {
         const int64_t tile = item % tiles * kKeys;
-        write_keys<T>(a, item / tiles, tile, std::min(tile + kKeys, s.num_keys));
+        write_keys<T>(a, chunks, item / tiles, tile, std::min(tile + kKeys, s.num_keys));
       }
     });
   });

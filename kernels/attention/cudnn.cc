@@ -32,6 +32,12 @@ std::string cudnn_backward_problem(int64_t version, int64_t num_keys) {
       version / 10000, version / 100 % 100, version % 100, num_keys, kTile);
 }
 
+std::string cudnn_shape_problem(const AttentionShape& s) {
+  if (s.window > 0) return fmt::format("cuDNN is not asked for a window of {} keys", s.window);
+  if (s.is_capped()) return fmt::format("cuDNN is not asked for a soft-cap of {}", s.softcap);
+  return {};
+}
+
 #if TESSERA_HAS_CUDNN
 
 namespace {
@@ -344,6 +350,10 @@ bool is_whole(const void* data, const HeadStrides& x, const AttentionShape& s) {
 }
 
 bool takes_shape(const AttentionShape& s) {
+  if (const std::string problem = cudnn_shape_problem(s); !problem.empty()) {
+    log_once("info", fmt::format("attention: {}; own kernels compute it", problem));
+    return false;
+  }
   return (s.dtype == kBF16 || s.dtype == kF16) && s.document_starts == nullptr &&
          s.alibi_slopes == nullptr && s.scale > 0 && s.batch > 0 && s.num_queries > 0 &&
          s.num_keys <= std::numeric_limits<int32_t>::max();

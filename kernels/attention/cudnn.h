@@ -14,8 +14,9 @@ namespace tessera::kernels {
 const std::string& cudnn_problem();
 
 /// Whether cuDNN may take the problem: bf16 or f16 in rows of 16-byte multiples, no documents, no
-/// position bias, a positive scale; backward: all three gradients, none added to, and nothing that
-/// this version of the library is known to compute wrongly (said once in the log).
+/// position bias, a positive scale; no window and no soft-cap, and in the backward nothing that this
+/// version of the library is known to compute wrongly (said once in the log); backward: all three
+/// gradients, none added to.
 bool cudnn_takes(const AttentionFwd& a);
 bool cudnn_takes(const AttentionBwd& a);
 /// The same of a library of `version`, as cudnnGetVersion() has it: 91501 is 9.15.1.
@@ -23,6 +24,10 @@ bool cudnn_takes(const AttentionBwd& a, int64_t version);
 
 /// Why the backward over so many keys is not right in a version of cuDNN; empty if it is.
 std::string cudnn_backward_problem(int64_t version, int64_t num_keys);
+
+/// Why cuDNN is not asked for attention of this kind: the graphs here describe neither a window nor
+/// a soft-cap. Empty if they describe it.
+std::string cudnn_shape_problem(const AttentionShape& s);
 
 /// Submits to a CUDA stream; false if cuDNN has no kernel for the shape (asked once a shape).
 /// Scratch memory comes from the stream's allocator.

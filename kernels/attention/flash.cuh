@@ -67,6 +67,13 @@ void visit_flash(const AttentionShape& s, F&& f) {
                    : visit_width.template operator()<Float16>();
 }
 
+/// Calls f<kCapped>(): kernels with a soft-cap are compiled apart, as its registers would be missing
+/// in the others.
+template <class F>
+void visit_cap(const AttentionShape& s, F&& f) {
+  s.is_capped() ? f.template operator()<true>() : f.template operator()<false>();
+}
+
 /// Products of one warp, with f32 sums: acc[r][n] is the mma tile of rows 16 r and columns 8 n.
 template <int kRowTiles, int kColTiles>
 using Accumulator = float[kRowTiles][kColTiles][4];
@@ -168,6 +175,21 @@ __device__ inline void visit_logits(Accumulator<kRowTiles, kColTiles>& s, int qu
       float& logit =
           kTransposed ? s[j / 2][i / 2][j % 2 * 2 + i % 2] : s[i / 2][j / 2][i % 2 * 2 + j % 2];
       logit = f(logit, kTransposed ? j * 8 : j / 2 * 8 + j % 2, of_query);
+    }
+  }
+}
+
+/// tanh(cap_scale logit) of a warp's logits, within 2^-22: as 1 - 2 / (e^2x + 1).
+template <int kRowTiles, int kColTiles>
+__device__ inline void cap_logits(Accumulator<kRowTiles, kColTiles>& s, const Problem& p) {
+  const float inner = p.cap_scale * (2 * kLog2E);
+#pragma unroll
+  for (int r = 0; r < kRowTiles; ++r) {
+#pragma unroll
+    for (int n = 0; n < kColTiles; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        s[r][n][i] = 1.0f - 2.0f * rcp_approx(exp2_approx(s[r][n][i] * inner) + 1.0f);
     }
   }
 }

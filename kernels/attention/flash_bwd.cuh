@@ -22,6 +22,7 @@
 //             8.9, 12.x) where the others take more: chosen at the launch, by what the device says.
 // Masks       as in the forward: tiles that see nothing of each other are skipped by block and
 //             warp, tiles on a border are masked.
+// Soft-cap    S holds t = tanh(scale Q K' / softcap) until the exponential; dS counts times 1 - t^2.
 
 namespace tessera::kernels::cuda {
 namespace {
@@ -54,7 +55,7 @@ struct DkvTiles {
 };
 
 /// Turns logits into P and dP into dS; row i of a lane has its statistics at lse[8 i] and delta.
-template <int kRowTiles, int kColTiles>
+template <bool kCapped, int kRowTiles, int kColTiles>
 __device__ inline void softmax_backward(Accumulator<kRowTiles, kColTiles>& s,
                                         Accumulator<kRowTiles, kColTiles>& dp, const float* lse,
                                         const float* delta, float logit_scale) {
@@ -67,6 +68,7 @@ __device__ inline void softmax_backward(Accumulator<kRowTiles, kColTiles>& s,
       for (int e = i % 2 * 2; e < i % 2 * 2 + 2; ++e) {
         const float p = exp2_approx(s[i / 2][n][e] * logit_scale - row_lse);
         dp[i / 2][n][e] = p * (dp[i / 2][n][e] - row_delta);
+        if (kCapped) dp[i / 2][n][e] *= cap_slope(s[i / 2][n][e]);
       }
     }
   }
@@ -84,7 +86,7 @@ __device__ inline void scale_by(Accumulator<kRowTiles, kColTiles>& acc, float fa
   }
 }
 
-template <class T, int kWidth, bool kSmall>
+template <class T, int kWidth, bool kSmall, bool kCapped>
 __global__ void __launch_bounds__(DqTiles<kWidth, kSmall>::kThreads, 2)
     flash_dq_kernel(const BwdParams a) {
   using Tiles = DqTiles<kWidth, kSmall>;
@@ -139,12 +141,13 @@ __global__ void __launch_bounds__(DqTiles<kWidth, kSmall>::kThreads, 2)
     set_zero(s);
     set_zero(dp);
     multiply_transposed<kWidth, T>(s, q_tile + row * Tiles::kPitch, k_tiles + stage * kKeyNumel);
+    if (kCapped) cap_logits(s, p);
     if (is_biased) bias_logits<false>(s, p, block->query + row, key, block->bias);
     if (!span.sees_all(key, kKeys))
       mask_logits<false>(s, p, block->starts, block->query + row, key);
     multiply_transposed<kWidth, T>(dp, do_tile + row * Tiles::kPitch, v_tiles + stage * kKeyNumel);
     const float* row_stats = stats + row + lane / 4;
-    softmax_backward(s, dp, row_stats, row_stats + Tiles::kRows, p.logit_scale);
+    softmax_backward<kCapped>(s, dp, row_stats, row_stats + Tiles::kRows, p.logit_scale);
     multiply<kWidth, T>(dq, dp, k_tiles + stage * kKeyNumel);
   }
   cp_async_wait<0>();
@@ -172,6 +175,26 @@ __device__ inline void exponentiate_columns(Accumulator<kRowTiles, kColTiles>& s
   }
 }
 
+/// dS *= 1 - t^2 of a transposed tile; the capped logits are 2^(logit_scale t - lse) = P, of which
+/// no more is left by now. Where P is 0, so is dS.
+template <int kRowTiles, int kColTiles>
+__device__ inline void multiply_cap_slopes(Accumulator<kRowTiles, kColTiles>& ds,
+                                           const Accumulator<kRowTiles, kColTiles>& p,
+                                           const float* lse, float logit_scale) {
+  const int col = static_cast<int>(threadIdx.x) % 4 * 2;
+  const float inverse = rcp_approx(logit_scale);
+#pragma unroll
+  for (int n = 0; n < kColTiles; ++n) {
+    const Vec<float, 2> column = load_vec<2>(lse + n * 8 + col);
+#pragma unroll
+    for (int r = 0; r < kRowTiles; ++r) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        ds[r][n][i] *= cap_slope((log2_approx(p[r][n][i]) + column[i % 2]) * inverse);
+    }
+  }
+}
+
 template <int kRowTiles, int kColTiles>
 __device__ inline void subtract_delta_columns(Accumulator<kRowTiles, kColTiles>& dp,
                                               const Accumulator<kRowTiles, kColTiles>& p,
@@ -189,7 +212,7 @@ __device__ inline void subtract_delta_columns(Accumulator<kRowTiles, kColTiles>&
 }
 
 /// kDk, kDv: which of the two this launch computes. A null destination is not written.
-template <class T, int kWidth, bool kSmall, bool kDk, bool kDv>
+template <class T, int kWidth, bool kSmall, bool kCapped, bool kDk, bool kDv>
 __global__ void __launch_bounds__(DkvTiles<kWidth, kSmall>::kThreads,
                                   kWidth > 128 ? 2 : 8 / DkvTiles<kWidth, kSmall>::kWarps)
     flash_dkv_kernel(const BwdParams a) {
@@ -252,6 +275,7 @@ __global__ void __launch_bounds__(DkvTiles<kWidth, kSmall>::kThreads,
       Accumulator<kRowTiles, kQueries / 8> s;
       set_zero(s);
       multiply_transposed<kWidth, T>(s, k_tile + row * Tiles::kPitch, q_tile);
+      if (kCapped) cap_logits(s, p);
       if (is_biased) bias_logits<true>(s, p, query, key, p.bias(head));
       if (!span.sees_all(key, Tiles::kWarpKeys)) mask_logits<true>(s, p, block->starts, query, key);
       exponentiate_columns(s, lse, p.logit_scale);
@@ -261,6 +285,7 @@ __global__ void __launch_bounds__(DkvTiles<kWidth, kSmall>::kThreads,
         set_zero(dp);
         multiply_transposed<kWidth, T>(dp, v_tile + row * Tiles::kPitch, do_tile);
         subtract_delta_columns(dp, s, lse + kQueries);
+        if (kCapped) multiply_cap_slopes(dp, s, lse, p.logit_scale);
         multiply<kWidth, T>(dk, dp, q_tile);
       }
     }
@@ -297,14 +322,18 @@ LaunchConfig flash_dkv_config(const AttentionShape& s) {
 }
 
 /// Calls f<kSmall>() with whether the device needs the small tiles; those of widths that fit
-/// everywhere are never compiled.
-template <class Tiles, class F>
+/// everywhere are never compiled. `kOnlySmall`: they serve all devices.
+template <class Tiles, bool kOnlySmall = false, class F>
 void visit_tiles(F&& f) {
   constexpr size_t kEverywhere = 99 * 1024;
-  if constexpr (Tiles::kSmemBytes > kEverywhere) {
-    if (Tiles::kSmemBytes > tessera::cuda::max_smem_bytes()) return f.template operator()<true>();
+  if constexpr (kOnlySmall) {
+    f.template operator()<true>();
+  } else {
+    if constexpr (Tiles::kSmemBytes > kEverywhere) {
+      if (Tiles::kSmemBytes > tessera::cuda::max_smem_bytes()) return f.template operator()<true>();
+    }
+    f.template operator()<false>();
   }
-  f.template operator()<false>();
 }
 
 template <class T, int kWidth>
@@ -312,24 +341,33 @@ void launch_flash_dq(CUstream_st* stream, const AttentionBwd& a) {
   visit_tiles<DqTiles<kWidth>>([&]<bool kSmall>() {
     LaunchConfig config = flash_dq_config<kWidth, kSmall>(a.shape);
     config.stream = stream;
-    launch("attention_dq", &flash_dq_kernel<T, kWidth, kSmall>, config, make_bwd_params(a));
+    visit_cap(a.shape, [&]<bool kCapped>() {
+      launch("attention_dq", &flash_dq_kernel<T, kWidth, kSmall, kCapped>, config,
+             make_bwd_params(a));
+    });
   });
 }
 
 template <class T, int kWidth>
 void launch_flash_dkv(CUstream_st* stream, const AttentionBwd& a) {
-  visit_tiles<DkvTiles<kWidth>>([&]<bool kSmall>() {
-    LaunchConfig config = flash_dkv_config<kWidth, kSmall>(a.shape);
-    config.stream = stream;
-    const BwdParams params = make_bwd_params(a);
-    if constexpr (kWidth <= 128) {
-      launch("attention_dkv", &flash_dkv_kernel<T, kWidth, kSmall, true, true>, config, params);
-    } else {
-      if (a.dk != nullptr)
-        launch("attention_dk", &flash_dkv_kernel<T, kWidth, kSmall, true, false>, config, params);
-      if (a.dv != nullptr)
-        launch("attention_dv", &flash_dkv_kernel<T, kWidth, kSmall, false, true>, config, params);
-    }
+  visit_cap(a.shape, [&]<bool kCapped>() {
+    // At width 128 the large tiles leave no register for the soft-cap.
+    visit_tiles<DkvTiles<kWidth>, kCapped && kWidth == 128>([&]<bool kSmall>() {
+      LaunchConfig config = flash_dkv_config<kWidth, kSmall>(a.shape);
+      config.stream = stream;
+      const BwdParams params = make_bwd_params(a);
+      if constexpr (kWidth <= 128) {
+        launch("attention_dkv", &flash_dkv_kernel<T, kWidth, kSmall, kCapped, true, true>, config,
+               params);
+      } else {
+        if (a.dk != nullptr)
+          launch("attention_dk", &flash_dkv_kernel<T, kWidth, kSmall, kCapped, true, false>, config,
+                 params);
+        if (a.dv != nullptr)
+          launch("attention_dv", &flash_dkv_kernel<T, kWidth, kSmall, kCapped, false, true>, config,
+                 params);
+      }
+    });
   });
 }
 

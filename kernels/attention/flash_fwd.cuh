@@ -71,7 +71,7 @@ __device__ inline void softmax_step(Accumulator<kRowTiles, kKeyTiles>& s,
   }
 }
 
-template <class T, int kWidth>
+template <class T, int kWidth, bool kCapped>
 __global__ void __launch_bounds__(FwdTiles<kWidth>::kThreads, 2)
     flash_fwd_kernel(const FwdParams a) {
   using Tiles = FwdTiles<kWidth>;
@@ -115,6 +115,7 @@ __global__ void __launch_bounds__(FwdTiles<kWidth>::kThreads, 2)
     if (is_seen) {
       multiply_transposed<kWidth, T>(s, q_warp, k_tile);
       const int query = block->query + warp * Tiles::kWarpRows;
+      if (kCapped) cap_logits(s, p);
       if (is_biased) bias_logits<false>(s, p, query, key, block->bias);
       if (!span.sees_all(key, kKeys)) mask_logits<false>(s, p, block->starts, query, key);
     }
@@ -167,7 +168,9 @@ template <class T, int kWidth>
 void launch_flash_fwd(CUstream_st* stream, const AttentionFwd& a) {
   LaunchConfig config = flash_fwd_config<kWidth>(a.shape);
   config.stream = stream;
-  launch("attention_fwd", &flash_fwd_kernel<T, kWidth>, config, make_fwd_params(a));
+  visit_cap(a.shape, [&]<bool kCapped>() {
+    launch("attention_fwd", &flash_fwd_kernel<T, kWidth, kCapped>, config, make_fwd_params(a));
+  });
 }
 
 }  // namespace

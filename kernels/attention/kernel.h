@@ -14,15 +14,24 @@ inline constexpr int64_t kMaxAttentionWidth = 256;
 inline constexpr int64_t kAttentionBlock = 64;
 
 /// What forward and backward agree on. B batch, T queries, S keys, H query and Hk key/value heads,
-/// D head width. The queries are positions [S - T, S).
+/// D head width. The queries are positions [S - T, S). With a window (causal only) the query at
+/// position i sees no key before i - window + 1; with a soft-cap a logit x counts as
+/// softcap tanh(x / softcap).
 struct AttentionShape {
   DType dtype;
   int64_t batch, num_queries, num_keys, num_heads, num_kv_heads, head_dim;
   double scale;
   bool causal;
   const int32_t* document_starts;  // [B, T] or null
-  const float* alibi_slopes;       // [H] or null
+  const float* alibi_slopes;       // [H] or null, null beside a soft-cap
+  int64_t window = 0;              // keys that a query sees at most; 0: all
+  double softcap = 0;              // 0: none
 
+  bool is_capped() const { return softcap > 0; }
+  /// The first key that any query sees.
+  int64_t key_begin() const {
+    return window > 0 ? std::max<int64_t>(0, num_keys - num_queries + 1 - window) : 0;
+  }
   int64_t group() const { return num_heads / num_kv_heads; }
   /// Query rows that share one key/value head; row r is query r / group of head r % group.
   int64_t rows_per_kv_head() const { return num_queries * group(); }
@@ -30,7 +39,7 @@ struct AttentionShape {
     return (rows_per_kv_head() + kAttentionBlock - 1) / kAttentionBlock;
   }
   /// (query, key) pairs of all heads that are visible with one document a row:
-  ///   B H (T (S - T) + T (T + 1) / 2) if causal, else B H T S.
+  ///   B H T S, if causal B H (T (S - T) + T (T + 1) / 2), with a window at most that many a query.
   double num_visible_pairs() const;
 };
 
@@ -44,6 +53,7 @@ struct HeadStrides {
 
 /// o [B, T, H, D] and lse [B, H, T] (log-sum-exp of the logits, f32; f64 for f64; -inf where no key
 /// is visible), both contiguous. flops = 4 D num_visible_pairs: two products of D multiply-adds.
+/// Keys before the first that is seen are not read.
 struct AttentionFwd {
   void *o, *lse;
   const void *q, *k, *v;

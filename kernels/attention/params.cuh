@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "core/runtime/cuda/launch.cuh"
@@ -18,16 +19,20 @@ constexpr float kLog2E = 1.44269504088896341f;
 constexpr float kLn2 = 0.693147180559945309f;
 
 /// AttentionShape as the kernels want it. The logits are q . k (negated for a negative scale)
-/// minus bias |position - key|; the softmax is 2^(logit_scale * logit).
+/// minus bias |position - key|, or capped tanh(cap_scale q . k); the softmax is
+/// 2^(logit_scale * logit).
 struct Problem {
   int num_queries, num_keys, num_heads, num_kv_heads, head_dim;
+  int window;  // num_keys if there is none
   bool causal, negate;
-  float scale, logit_scale;        // logit_scale = |scale| / ln 2
+  float scale, logit_scale;        // logit_scale = |scale| / ln 2, capped softcap / ln 2
+  float cap_scale;                 // scale / softcap, or 0
   float bias_scale;                // of slopes: 1 / |scale|
   const int32_t* document_starts;  // [B, T], not decreasing, or null
   const float* alibi_slopes;       // [H] or null
 
   __device__ int group() const { return num_heads / num_kv_heads; }
+  __device__ bool is_capped() const { return cap_scale != 0.0f; }
   /// Document starts of a batch row, or null.
   __device__ const int32_t* starts(int batch) const {
     return document_starts == nullptr ? nullptr
@@ -42,15 +47,18 @@ inline Problem make_problem(const AttentionShape& s) {
   TESSERA_CHECK_SHAPE(s.num_keys < (int64_t{1} << 30),
                       "attention: the CUDA kernels take fewer than 2^30 keys, got {}", s.num_keys);
   const auto magnitude = static_cast<float>(s.scale < 0 ? -s.scale : s.scale);
+  const auto cap = static_cast<float>(s.softcap);
   return {.num_queries = static_cast<int>(s.num_queries),
           .num_keys = static_cast<int>(s.num_keys),
           .num_heads = static_cast<int>(s.num_heads),
           .num_kv_heads = static_cast<int>(s.num_kv_heads),
           .head_dim = static_cast<int>(s.head_dim),
+          .window = static_cast<int>(s.window > 0 ? std::min(s.window, s.num_keys) : s.num_keys),
           .causal = s.causal,
-          .negate = s.scale < 0,
+          .negate = s.scale < 0 && !s.is_capped(),
           .scale = static_cast<float>(s.scale),
-          .logit_scale = magnitude * kLog2E,
+          .logit_scale = (s.is_capped() ? cap : magnitude) * kLog2E,
+          .cap_scale = s.is_capped() ? static_cast<float>(s.scale) / cap : 0.0f,
           .bias_scale = 1.0f / magnitude,
           .document_starts = s.document_starts,
           .alibi_slopes = s.alibi_slopes};
@@ -136,12 +144,18 @@ __device__ inline int first_after(const int32_t* starts, int begin, int end, int
 /// Of query t < T of a batch row with these document starts (or null). Both bounds grow with t.
 __device__ inline KeyRange visible_keys(const Problem& p, const int32_t* starts, int t) {
   const int position = p.num_keys - p.num_queries + t;
-  KeyRange range{0, p.causal ? position + 1 : p.num_keys};
+  KeyRange range{0, p.num_keys};
+  if (p.causal) range = {max(0, position + 1 - p.window), position + 1};
   if (starts == nullptr) return range;
-  range.first = max(0, starts[t]);
+  range.first = max(range.first, starts[t]);
   // Without causal a document ends where the next begins (T = S).
   if (!p.causal) range.end = first_after(starts, t + 1, p.num_queries, t);
   return range;
+}
+
+/// The derivative of the soft-cap where it is softcap t; 0 for a masked t = -inf.
+__device__ inline float cap_slope(float t) {
+  return 1.0f - fminf(t * t, 1.0f);
 }
 
 /// What rows [begin, begin + count) of queries see: a tile of keys is skipped if it lies outside
@@ -213,10 +227,16 @@ struct KeyBlock {
     head_begin = kv_head * p.group();
     head_end = head_begin + p.group();
     starts = p.starts(batch);
-    int begin = p.causal ? max(0, key - (p.num_keys - p.num_queries)) : 0;
+    int begin = 0;
     query_end = p.num_queries;
+    if (p.causal) {
+      const int diagonal = key - (p.num_keys - p.num_queries);  // the query at the first key
+      begin = max(0, diagonal);
+      const int last = diagonal + num_keys - 1;
+      query_end = last + min(p.window, query_end - last);
+    }
     if (starts != nullptr) {
-      query_end = first_after(starts, 0, p.num_queries, key + num_keys - 1);
+      query_end = min(query_end, first_after(starts, 0, p.num_queries, key + num_keys - 1));
       // Without causal T = S: the first query of the document that has the first key.
       if (!p.causal) begin = max(0, starts[key]);
     }

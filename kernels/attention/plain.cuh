@@ -82,9 +82,15 @@ __device__ inline void add_weighted(PlainSums<kChunks>& out, const float (&lane_
 __device__ inline float plain_logit(float dot, const Problem& p, const KeyRange& range, int query,
                                     int key, float bias) {
   if (key < range.first || key >= range.end) return -INFINITY;
+  if (p.is_capped()) return tanhf(dot * p.cap_scale) * p.logit_scale;
   const int position = p.num_keys - p.num_queries + query;
   const float logit = p.negate ? -dot : dot;
   return (logit - bias * static_cast<float>(abs(position - key))) * p.logit_scale;
+}
+
+/// What the soft-cap multiplies the gradient of such a logit by.
+__device__ inline float plain_slope(float logit, const Problem& p) {
+  return p.is_capped() ? cap_slope(logit / p.logit_scale) : 1.0f;
 }
 
 __device__ inline KeyRange plain_range(const Problem& p, const int32_t* starts, int query) {
@@ -225,7 +231,7 @@ __global__ void __launch_bounds__(kPlainThreads, 1) plain_dq_kernel(const BwdPar
 #pragma unroll
     for (int r = 0; r < kPlainWarpRows; ++r) {
       s[r] = plain_logit(s[r], p, ranges[r], block_query + row + r, key + lane, bias);
-      dp[r] = exp2f(s[r] - lse[r]) * (dp[r] - delta[r]);
+      dp[r] = exp2f(s[r] - lse[r]) * (dp[r] - delta[r]) * plain_slope(s[r], p);
     }
     add_weighted(dq, dp, weights, k_tile, p.head_dim);
   }
@@ -266,9 +272,9 @@ __global__ void __launch_bounds__(kPlainThreads, 1) plain_dkv_kernel(const BwdPa
       plain_dots(dp, v_tile + row * plain_pitch(p.head_dim), do_tile, p.head_dim);
 #pragma unroll
       for (int r = 0; r < kPlainWarpRows; ++r) {
-        s[r] = exp2f(plain_logit(s[r], p, range, query + lane, block_key + row + r, bias) -
-                     lse[query + lane]);
-        dp[r] = s[r] * (dp[r] - lse[a.stats.delta_offset + query + lane]);
+        const float logit = plain_logit(s[r], p, range, query + lane, block_key + row + r, bias);
+        s[r] = exp2f(logit - lse[query + lane]);
+        dp[r] = s[r] * (dp[r] - lse[a.stats.delta_offset + query + lane]) * plain_slope(logit, p);
       }
       add_weighted(dv, s, weights, do_tile, p.head_dim);
       add_weighted(dk, dp, weights, q_tile, p.head_dim);

@@ -7,6 +7,7 @@
 #include "core/runtime/order_check.h"
 #include "kernels/attention/cudnn.h"
 #include "kernels/attention/kernel.h"
+#include "test/stderr_of.h"
 #include "test/testing.h"
 
 // B batch, T queries, S keys, H query heads, K key/value heads, D head width.
@@ -27,13 +28,15 @@ struct Case {
   bool has_documents = false;
   bool has_alibi = false;
   float scale = 0;
+  int64_t window = 0;
+  float softcap = 0;
 
   Shape q_shape() const { return {B, T, H, D}; }
   Shape k_shape() const { return {B, S, K, D}; }
   std::string name() const {
-    return fmt::format("B{} T{} S{} H{} Hk{} D{}{}{}{} scale {}", B, T, S, H, K, D,
-                       causal ? " causal" : "", has_documents ? " documents" : "",
-                       has_alibi ? " alibi" : "", scale);
+    return fmt::format("B{} T{} S{} H{} Hk{} D{}{}{}{} scale {} window {} softcap {}", B, T, S, H,
+                       K, D, causal ? " causal" : "", has_documents ? " documents" : "",
+                       has_alibi ? " alibi" : "", scale, window, softcap);
   }
 };
 
@@ -51,7 +54,8 @@ std::vector<int32_t> document_starts(const Case& c) {
 }
 
 AttentionOptions options_of(const Case& c) {
-  AttentionOptions options{.causal = c.causal, .scale = c.scale};
+  AttentionOptions options{
+      .causal = c.causal, .scale = c.scale, .window = c.window, .softcap = c.softcap};
   if (c.has_documents)
     options.document_starts = from_values(std::span<const int32_t>(document_starts(c)), {c.B, c.T});
   if (c.has_alibi) {
@@ -82,6 +86,7 @@ Reference reference(const Case& c, const std::vector<double>& q, const std::vect
         };
         const auto is_visible = [&](int64_t s) {
           if (c.causal && s > position) return false;
+          if (c.window > 0 && s <= position - c.window) return false;
           if (!c.has_documents) return true;
           if (s < starts[static_cast<size_t>(b * c.T + t)]) return false;
           return c.causal || starts[static_cast<size_t>(b * c.T + s)] ==
@@ -91,11 +96,16 @@ Reference reference(const Case& c, const std::vector<double>& q, const std::vect
                              int64_t j) {
           return std::inner_product(x.begin() + i, x.begin() + i + c.D, y.begin() + j, 0.0);
         };
-        std::vector<double> p(static_cast<size_t>(c.S), 0.0);
+        std::vector<double> p(static_cast<size_t>(c.S), 0.0), slope(p.size(), 1.0);
         double largest = -std::numeric_limits<double>::infinity(), sum = 0;
         for (int64_t s = 0; s < c.S; ++s) {
           double& logit = p[static_cast<size_t>(s)];
           logit = scale * dot(q, row, k, key_row(s));
+          if (c.softcap > 0) {
+            const double t = std::tanh(logit / c.softcap);
+            logit = c.softcap * t;
+            slope[static_cast<size_t>(s)] = 1 - t * t;
+          }
           if (c.has_alibi)
             logit -= std::exp2(-static_cast<double>(h + 1)) *
                      static_cast<double>(std::abs(position - s));
@@ -113,7 +123,8 @@ Reference reference(const Case& c, const std::vector<double>& q, const std::vect
         }
         for (int64_t s = 0; s < c.S; ++s) {
           const double probability = p[static_cast<size_t>(s)];
-          const double ds = scale * probability * (dot(d_out, row, v, key_row(s)) - delta);
+          const double ds = scale * probability * slope[static_cast<size_t>(s)] *
+                            (dot(d_out, row, v, key_row(s)) - delta);
           for (int64_t d = 0; d < c.D; ++d) {
             const auto i = static_cast<size_t>(row + d), j = static_cast<size_t>(key_row(s) + d);
             r.o[i] += probability * v[j];
@@ -224,15 +235,52 @@ const std::vector<Case> kCases = {
     {1, 30, 30, 2, 2, 8, true, false, false, -0.5f},
 };
 
+/// With a window: of one key, around the tiles, of most keys; decoding; documents; alibi; backward
+/// in one chunk and in several, whose keys overlap.
+const std::vector<Case> kWindowCases = {
+    {1, 70, 70, 2, 1, 8, true, false, false, 0, 1},
+    {2, 150, 150, 3, 1, 7, true, false, false, 0, 16},
+    {1, 200, 200, 2, 2, 16, true, false, false, 0, 63},
+    {1, 200, 200, 2, 1, 80, true, false, false, 0, 64},
+    {1, 530, 530, 1, 1, 8, true, false, false, 0, 65},
+    {1, 530, 530, 1, 1, 8, true, false, false, 0, 300},
+    {1, 400, 700, 2, 1, 6, true, false, false, 0, 20},
+    {2, 1, 97, 4, 2, 8, true, false, false, 0, 30},
+    {1, 50, 200, 6, 2, 9, true, false, false, 0, 90},
+    {2, 150, 150, 2, 1, 8, true, true, false, 0, 20},
+    {2, 40, 140, 2, 2, 8, true, true, false, -0.5f, 33},
+    {1, 100, 100, 5, 5, 6, true, false, true, 0, 24},
+};
+
+/// With a soft-cap, where it hardly bends the logits and where it flattens them.
+const std::vector<Case> kSoftcapCases = {
+    {1, 64, 64, 1, 1, 16, true, false, false, 0, 0, 50},
+    {2, 65, 65, 3, 1, 7, true, false, false, 0, 0, 1.5f},
+    {1, 70, 70, 2, 1, 128, true, false, false, 0, 0, 3},
+    {1, 5, 70, 4, 2, 12, true, false, false, 0.9f, 0, 2},
+    {1, 90, 90, 2, 1, 16, false, false, false, -0.5f, 0, 1},
+    {2, 150, 150, 2, 1, 8, true, true, false, 0, 0, 2},
+    {2, 150, 150, 2, 2, 8, false, true, false, 0, 0, 2},
+    {1, 200, 200, 4, 2, 16, true, false, false, 0.7f, 50, 2},
+    {2, 40, 140, 2, 1, 8, true, true, false, 0, 33, 5},
+};
+
 }  // namespace
 
 TEST_CASE("attention: output and gradients equal the definition in f64", "[attention]") {
   for (const Case& c : kCases) check_against_reference(c, kF64);
+  for (const Case& c : kWindowCases) check_against_reference(c, kF64);
+  for (const Case& c : kSoftcapCases) check_against_reference(c, kF64);
 }
 
 TEST_CASE("attention: f32, bf16 and f16 are within rounding of the definition", "[attention]") {
   for (const Case& c : kCases) {
     for (const DType dtype : {kF32, kBF16, kF16}) check_against_reference(c, dtype);
+  }
+  for (const auto* cases : {&kWindowCases, &kSoftcapCases}) {
+    for (const Case& c : *cases) {
+      for (const DType dtype : {kF32, kBF16, kF16}) check_against_reference(c, dtype);
+    }
   }
 }
 
@@ -243,7 +291,10 @@ TEST_CASE("attention: backward matches finite differences", "[attention]") {
                                          {2, 6, 6, 2, 1, 2, true, true},
                                          {1, 6, 6, 2, 1, 2, false, true},
                                          {1, 4, 4, 2, 2, 2, true, false, true},
-                                         {1, 3, 4, 2, 1, 3, true, true, true, 0.9f}}) {
+                                         {1, 3, 4, 2, 1, 3, true, true, true, 0.9f},
+                                         {2, 7, 9, 2, 1, 2, true, false, false, 0, 3},
+                                         {1, 6, 6, 2, 2, 3, true, false, false, 0.9f, 0, 1.5f},
+                                         {1, 7, 7, 2, 1, 2, true, true, false, 0, 3, 0.8f}}) {
     INFO(c.name());
     const Inputs in = make_inputs(c, kF64);
     gradcheck(
@@ -294,6 +345,38 @@ TEST_CASE("attention: a document does not depend on the one before it, bit for b
   }
 }
 
+TEST_CASE("attention: a window that holds every key is none, bit for bit", "[attention]") {
+  const Case c{2, 90, 130, 4, 2, 16};
+  for (const DType dtype : {kF32, kBF16}) {
+    const Inputs in = make_inputs(c, dtype);
+    const Results expected = run(in, {});
+    for (const int64_t window : {int64_t{130}, int64_t{131}, int64_t{1} << 40})
+      check_bitwise(run(in, {.window = window}), expected);
+    CHECK(run(in, {.window = 129}).o.to_vector() != expected.o.to_vector());
+  }
+}
+
+TEST_CASE("attention: tiles of keys outside the window are not visited", "[attention]") {
+  // Value 0 of probability 0 times NaN would be NaN.
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  const Case c{1, 40, 500, 2, 1, 8, true, false, false, 0, 60};
+  const int64_t first = (500 - 40 + 1 - 60) / 64 * 64;  // of the first tile that holds a seen key
+  for (const DType dtype : {kF32, kBF16}) {
+    const Inputs in = make_inputs(c, dtype);
+    const Results expected = run(in, options_of(c));
+    Inputs other = in;
+    for (Tensor* x : {&other.k, &other.v}) {
+      *x = x->detach().clone();
+      x->narrow(1, 0, first).fill_(nan);
+      x->set_requires_grad(true);
+    }
+    check_bitwise(run(other, options_of(c)), expected);
+    const std::vector<double> zeros(static_cast<size_t>(first * c.K * c.D), 0.0);
+    CHECK(expected.dk.narrow(1, 0, first).to_vector() == zeros);
+    CHECK(expected.dv.narrow(1, 0, first).to_vector() == zeros);
+  }
+}
+
 TEST_CASE("attention: grouped heads equal repeated key/value heads, bit for bit", "[attention]") {
   const Case grouped{2, 70, 90, 6, 2, 8};
   const Inputs in = make_inputs(grouped, kF32);
@@ -309,11 +392,14 @@ TEST_CASE("attention: decoding a token at a time equals the whole sequence, bit 
           "[attention]") {
   const Case c{2, 130, 130, 4, 2, 16};
   const Inputs in = make_inputs(c, kF32);
-  const Tensor whole = attention(in.q, in.k, in.v);
-  for (const int64_t t : {int64_t{0}, int64_t{1}, int64_t{63}, int64_t{64}, int64_t{129}}) {
-    const Tensor one =
-        attention(in.q.narrow(1, t, 1), in.k.narrow(1, 0, t + 1), in.v.narrow(1, 0, t + 1));
-    check_bitwise(one, whole.narrow(1, t, 1));
+  for (const AttentionOptions& options :
+       {AttentionOptions{}, AttentionOptions{.window = 40}, AttentionOptions{.softcap = 2}}) {
+    const Tensor whole = attention(in.q, in.k, in.v, options);
+    for (const int64_t t : {int64_t{0}, int64_t{1}, int64_t{63}, int64_t{64}, int64_t{129}}) {
+      const Tensor one = attention(in.q.narrow(1, t, 1), in.k.narrow(1, 0, t + 1),
+                                   in.v.narrow(1, 0, t + 1), options);
+      check_bitwise(one, whole.narrow(1, t, 1));
+    }
   }
 }
 
@@ -404,8 +490,10 @@ TEST_CASE("attention: only wanted gradients are computed", "[attention]") {
 }
 
 TEST_CASE("attention: the number of threads changes no bit", "[attention]") {
-  for (const Case& c : std::vector<Case>{
-           {1, 400, 400, 2, 1, 32}, {3, 130, 130, 4, 2, 24, true, true}, {40, 64, 64, 1, 1, 16}}) {
+  for (const Case& c : std::vector<Case>{{1, 400, 400, 2, 1, 32},
+                                         {3, 130, 130, 4, 2, 24, true, true},
+                                         {40, 64, 64, 1, 1, 16},
+                                         {1, 700, 700, 2, 1, 8, true, false, false, 0, 70, 2}}) {
     INFO(c.name());
     for (const DType dtype : {kF32, kBF16}) {
       std::vector<std::vector<double>> values[2];
@@ -448,9 +536,12 @@ TEST_CASE("attention: logits of any size do not overflow, a NaN is not hidden", 
   }
   Tensor q = in.q.clone();
   q.narrow(1, 66, 1).fill_(std::numeric_limits<double>::quiet_NaN());
-  const Tensor o = attention(q, in.k, in.v);
-  for (int64_t t = 0; t < c.T; ++t) {
-    for (const double value : o.narrow(1, t, 1).to_vector()) CHECK(std::isnan(value) == (t == 66));
+  for (const float softcap : {0.0f, 5.0f}) {
+    const Tensor o = attention(q, in.k, in.v, {.softcap = softcap});
+    for (int64_t t = 0; t < c.T; ++t) {
+      for (const double value : o.narrow(1, t, 1).to_vector())
+        CHECK(std::isnan(value) == (t == 66));
+    }
   }
 }
 
@@ -489,8 +580,7 @@ TEST_CASE("attention: peak memory is linear in T", "[attention]") {
 }
 
 TEST_CASE("attention: passes the happens-before checker with poisoned frees", "[attention]") {
-  const Case c{2, 150, 150, 4, 2, 16, true, true, true};
-  const auto run_in = [&](bool checked) {
+  const auto run_in = [&](const Case& c, bool checked) {
     const auto context = std::make_shared<Context>(
         ContextOptions{.device = {}, .num_threads = 2, .poison = checked, .order_check = checked});
     Context::Scope scope(context);
@@ -501,7 +591,11 @@ TEST_CASE("attention: passes the happens-before checker with poisoned frees", "[
     if (checked) context->order_check()->throw_if_conflicts();
     return values;
   };
-  CHECK(run_in(true) == run_in(false));
+  for (const Case& c : {Case{2, 150, 150, 4, 2, 16, true, true, true},
+                        Case{1, 300, 420, 2, 1, 8, true, false, false, 0, 40, 3}}) {
+    INFO(c.name());
+    CHECK(run_in(c, true) == run_in(c, false));
+  }
 }
 
 TEST_CASE("attention: keys written on another stream without an event are reported",
@@ -550,6 +644,14 @@ TEST_CASE("attention: cost counts the visible half and each operand once", "[att
   CHECK(fwd.cost().bytes_written() == 2 * 192 + 4 * 24);
   fwd.shape.causal = false;
   CHECK(fwd.cost().flops() == 4 * 8 * 8 * 15);
+
+  // A window of 4: 3 + 4 + 4 keys; of 2: 2 each, and key 0 is not read.
+  fwd.shape.causal = true, fwd.shape.window = 4;
+  CHECK(fwd.cost().flops() == 4 * 8 * 8 * 11);
+  CHECK(fwd.cost().bytes_read() == 2 * (192 + 160 + 160));
+  fwd.shape.window = 2;
+  CHECK(fwd.cost().flops() == 4 * 8 * 8 * 6);
+  CHECK(fwd.cost().bytes_read() == 2 * (192 + 2 * (160 - 16)));
 
   kernels::AttentionBwd bwd{.dq = &byte,
                             .dk = &byte,
@@ -610,6 +712,15 @@ TEST_CASE("attention: errors name the op and both values", "[attention]") {
                  "q.dtype(): bf16 vs f32)");
   check_contains(error(q, k, k, {.scale = std::numeric_limits<float>::infinity()}),
                  "attention: scale must be finite, got inf");
+  check_contains(error(q, k, k, {.window = -1}), "attention: window must not be negative, got -1");
+  check_contains(error(q, k, k, {.causal = false, .window = 2}),
+                 "attention: a window of 2 needs causal");
+  check_contains(error(q, k, k, {.softcap = -3}),
+                 "attention: softcap must be finite and not negative, got -3");
+  check_contains(error(q, k, k, {.softcap = std::numeric_limits<float>::quiet_NaN()}),
+                 "attention: softcap must be finite and not negative, got nan");
+  check_contains(error(q, k, k, {.alibi_slopes = zeros({4}), .softcap = 2}),
+                 "attention: alibi_slopes and a softcap of 2 do not go together");
   check_contains(error(q, k, k, {.document_starts = zeros({3, 2}, kI32)}),
                  "attention: document_starts must be [B, T]");
   check_contains(error(q, k, k, {.document_starts = zeros({2, 3}, kI64)}),
@@ -706,6 +817,8 @@ TEST_CASE("attention: what cuDNN is asked for", "[attention]") {
   CHECK_FALSE(fwd_with([](auto& a) { a.shape.document_starts = &start; }));
   CHECK_FALSE(fwd_with([](auto& a) { a.shape.alibi_slopes = &slope; }));
   CHECK_FALSE(fwd_with([](auto& a) { a.shape.scale = -1; }));
+  CHECK_FALSE(fwd_with([](auto& a) { a.shape.window = 32; }));
+  CHECK_FALSE(fwd_with([](auto& a) { a.shape.softcap = 50; }));
   CHECK_FALSE(fwd_with([](auto& a) { a.shape.num_queries = 0; }));
   CHECK_FALSE(fwd_with([](auto& a) { a.q = memory + 2; }));
   CHECK_FALSE(fwd_with([](auto& a) { a.k_strides.time += 4; }));
@@ -714,9 +827,26 @@ TEST_CASE("attention: what cuDNN is asked for", "[attention]") {
     change(bwd);
     return kernels::cudnn_takes(bwd);
   };
+  CHECK_FALSE(bwd_with([](auto& a) { a.shape.window = 32; }));
+  CHECK_FALSE(bwd_with([](auto& a) { a.shape.softcap = 50; }));
   CHECK_FALSE(bwd_with([](auto& a) { a.dk = nullptr; }));
   CHECK_FALSE(bwd_with([](auto& a) { a.accumulate_dv = true; }));
   CHECK_FALSE(bwd_with([](auto& a) { a.dq_strides.head += 1; }));
+}
+
+TEST_CASE("attention: cuDNN steps aside for a window and a soft-cap with one line", "[attention]") {
+  if (kernels::cudnn_problem() == "this build has no cuDNN") return;
+  kernels::AttentionFwd fwd = described_fwd({2, 64, 64, 4, 2, 64}, kBF16);
+  const auto lines_of = [&](int64_t window, double softcap) {
+    fwd.shape.window = window, fwd.shape.softcap = softcap;
+    return testing::stderr_of([&] {
+      for (int i = 0; i < 2; ++i) CHECK_FALSE(kernels::cudnn_takes(fwd));
+    });
+  };
+  CHECK(lines_of(48, 0) ==
+        "attention: cuDNN is not asked for a window of 48 keys; own kernels compute it\n");
+  CHECK(lines_of(0, 30) ==
+        "attention: cuDNN is not asked for a soft-cap of 30; own kernels compute it\n");
 }
 
 TEST_CASE("attention: cuDNN before 9.15.1 is not asked for a backward of keys off its tiles",

@@ -32,12 +32,16 @@ struct Case {
   bool accumulate = false;
   int64_t offset = 0;     // elements from an aligned address
   bool is_packed = true;  // false: the heads of an operand lie in wider rows
+  int64_t window = 0;
+  double softcap = 0;
 
   std::string name(DType dtype) const {
     return fmt::format(
-        "B{} T{} S{} H{} Hk{} D{} {}{}{}{} scale {} accumulate {} offset {} packed {}", B, T, S, H,
-        K, D, name_of(dtype), causal ? " causal" : "", has_documents ? " documents" : "",
-        has_alibi ? " alibi" : "", scale, accumulate, offset, is_packed);
+        "B{} T{} S{} H{} Hk{} D{} {}{}{}{} scale {} accumulate {} offset {} packed {} window {} "
+        "softcap {}",
+        B, T, S, H, K, D, name_of(dtype), causal ? " causal" : "",
+        has_documents ? " documents" : "", has_alibi ? " alibi" : "", scale, accumulate, offset,
+        is_packed, window, softcap);
   }
   /// Rows of a [B, T, H, D] operand that is a part of [B, T, 3, H, D], or the whole.
   HeadStrides strides(int64_t times, int64_t heads) const {
@@ -68,10 +72,10 @@ class Inputs {
  public:
   Inputs(const Case& c, DType dtype)
       : case_(c),
-        q_(randn({c.numel(c.T, c.H)}, dtype, 1), c.offset),
-        k_(randn({c.numel(c.S, c.K)}, dtype, 2), c.offset),
-        v_(randn({c.numel(c.S, c.K)}, dtype, 3), c.offset),
-        d_out_(randn({c.B, c.T, c.H, c.D}, dtype, 4), c.offset),
+        q_(std::in_place, randn({c.numel(c.T, c.H)}, dtype, 1), c.offset),
+        k_(std::in_place, randn({c.numel(c.S, c.K)}, dtype, 2), c.offset),
+        v_(std::in_place, randn({c.numel(c.S, c.K)}, dtype, 3), c.offset),
+        d_out_(std::in_place, randn({c.B, c.T, c.H, c.D}, dtype, 4), c.offset),
         shape_{.dtype = dtype,
                .batch = c.B,
                .num_queries = c.T,
@@ -82,7 +86,9 @@ class Inputs {
                .scale = c.scale != 0 ? c.scale : 1 / std::sqrt(static_cast<double>(c.D)),
                .causal = c.causal,
                .document_starts = nullptr,
-               .alibi_slopes = nullptr} {
+               .alibi_slopes = nullptr,
+               .window = c.window,
+               .softcap = c.softcap} {
     if (c.has_documents) {
       starts_.emplace(from_values(std::span<const int32_t>(document_starts(c)), {c.B, c.T}));
       shape_.document_starts = starts_->as<int32_t>();
@@ -97,6 +103,14 @@ class Inputs {
 
   AttentionShape& shape() { return shape_; }
 
+  /// Positions [begin, end) of one sample and head become `value`, in k and v or in q and d_out.
+  void fill_keys(int64_t begin, int64_t end, double value) {
+    for (std::optional<DeviceBuffer>* x : {&k_, &v_}) fill(*x, begin, end, value);
+  }
+  void fill_queries(int64_t begin, int64_t end, double value) {
+    for (std::optional<DeviceBuffer>* x : {&q_, &d_out_}) fill(*x, begin, end, value);
+  }
+
   /// o and lse.
   template <class Kernel>
   std::vector<Tensor> forward(Kernel kernel) const {
@@ -104,9 +118,9 @@ class Inputs {
     const DeviceBuffer o({c.B, c.T, c.H, c.D}, shape_.dtype, c.offset), lse({c.B, c.H, c.T}, kF32);
     kernel(AttentionFwd{.o = o.data(),
                         .lse = lse.data(),
-                        .q = q_.data(),
-                        .k = k_.data(),
-                        .v = v_.data(),
+                        .q = q_->data(),
+                        .k = k_->data(),
+                        .v = v_->data(),
                         .q_strides = c.strides(c.T, c.H),
                         .k_strides = c.strides(c.S, c.K),
                         .v_strides = c.strides(c.S, c.K),
@@ -134,12 +148,12 @@ class Inputs {
                       .dk_strides = c.strides(c.S, c.K),
                       .dv_strides = c.strides(c.S, c.K),
                       .workspace = nullptr,
-                      .d_out = d_out_.data(),
+                      .d_out = d_out_->data(),
                       .o = o.data(),
                       .lse = lse.data(),
-                      .q = q_.data(),
-                      .k = k_.data(),
-                      .v = v_.data(),
+                      .q = q_->data(),
+                      .k = k_->data(),
+                      .v = v_->data(),
                       .q_strides = c.strides(c.T, c.H),
                       .k_strides = c.strides(c.S, c.K),
                       .v_strides = c.strides(c.S, c.K),
@@ -152,8 +166,14 @@ class Inputs {
   }
 
  private:
+  void fill(std::optional<DeviceBuffer>& x, int64_t begin, int64_t end, double value) const {
+    Tensor tensor = x->tensor();
+    tensor.view({tensor.numel()}).narrow(0, begin * case_.D, (end - begin) * case_.D).fill_(value);
+    x.emplace(tensor, case_.offset);
+  }
+
   Case case_;
-  DeviceBuffer q_, k_, v_, d_out_;
+  std::optional<DeviceBuffer> q_, k_, v_, d_out_;
   std::optional<DeviceBuffer> starts_, slopes_;
   AttentionShape shape_;
 };
@@ -233,6 +253,65 @@ TEST_CASE("simt attention: position bias and scales of both signs", "[attention]
     check_case({1, 30, 60, 2, 1, 64, false, false, true}, dtype);
     check_case({1, 70, 70, 2, 1, 64, true, true, true, 0.7}, dtype);
     check_case({1, 33, 33, 1, 1, 64, true, false, true, -0.25}, dtype);
+  }
+}
+
+/// `c` with a window and a soft-cap.
+Case with(Case c, int64_t window, double softcap = 0) {
+  c.window = window, c.softcap = softcap;
+  return c;
+}
+
+TEST_CASE("simt attention: windows around the tiles, decoding, with documents",
+          "[attention][simt]") {
+  for (const DType dtype : {kBF16, kF32}) {
+    for (const int64_t window : {1, 31, 64, 65, 170})
+      check_case(with({1, 200, 200, 2, 1, 64}, window), dtype);
+    check_case(with({2, 5, 150, 2, 1, 64}, 40), dtype);
+    check_case(with({1, 100, 300, 1, 1, 16}, 70), dtype);
+    check_case(with({1, 150, 150, 2, 2, 64, true, true}, 20), dtype);
+    check_case(with({1, 70, 140, 3, 3, 16, true, false, true}, 33), dtype);
+  }
+  for (const int64_t D : {80, 96, 128, 192}) check_case(with({1, 150, 150, 1, 1, D}, 50), kF16);
+}
+
+TEST_CASE("simt attention: soft-caps that hardly bend the logits and that flatten them",
+          "[attention][simt]") {
+  for (const DType dtype : {kBF16, kF32}) {
+    for (const double softcap : {0.5, 3.0, 50.0}) {
+      check_case(with({1, 130, 130, 2, 1, 64}, 0, softcap), dtype);
+      check_case(with({1, 33, 70, 2, 1, 16, true, true}, 20, softcap), dtype);
+    }
+    check_case(with({1, 70, 70, 2, 2, 64, false, false, false, -0.7}, 0, 2), dtype);
+  }
+  for (const int64_t D : {80, 96, 128, 192}) check_case(with({1, 70, 70, 1, 1, D}, 0, 2), kF16);
+}
+
+TEST_CASE("simt attention: tiles outside the window are not visited", "[attention][simt]") {
+  // Probability 0 times NaN would be NaN.
+  constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
+  for (const DType dtype : {kBF16, kF32}) {
+    const Case c = with({1, 40, 500, 1, 1, 64}, 60);
+    const int64_t first = (500 - 40 + 1 - 60) / 64 * 64;  // a tile, whatever the kernel's
+    Inputs in(c, dtype);
+    const auto fwd = emulated_forward(in), bwd = emulated_backward(in, fwd);
+    in.fill_keys(0, first, kNan);
+    const auto other_fwd = emulated_forward(in), other_bwd = emulated_backward(in, fwd);
+    for (size_t i = 0; i < 2; ++i) check_bitwise(other_fwd[i], fwd[i]);
+    for (size_t i = 0; i < 3; ++i) check_bitwise(other_bwd[i], bwd[i]);
+    for (const size_t i : {1, 2}) {
+      for (const double x : bwd[i].narrow(0, 0, first * c.D).to_vector()) CHECK(x == 0);
+    }
+  }
+  // Keys before 128 are seen by queries before 128 + 60 - 1.
+  for (const DType dtype : {kBF16, kF32}) {
+    const Case c = with({1, 300, 300, 1, 1, 64}, 60);
+    Inputs in(c, dtype);
+    const auto fwd = emulated_forward(in), bwd = emulated_backward(in, fwd);
+    in.fill_queries(192, 300, kNan);
+    const auto other = emulated_backward(in, fwd);
+    for (const size_t i : {1, 2})
+      check_bitwise(other[i].narrow(0, 0, 128 * c.D), bwd[i].narrow(0, 0, 128 * c.D));
   }
 }
 
