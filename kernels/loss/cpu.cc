@@ -63,6 +63,36 @@ struct OnlineSum {
   C reference() const { return max == kLowest<C> ? C(0) : max; }
 };
 
+/// tanh(x / cap): what a capped logit is divided by cap.
+template <class C>
+Vector<C> capped_fraction(Vector<C> x, C cap) {
+  return tessera::cpu::tanh_lanes<C>(x / cap);
+}
+/// The same bits for one.
+template <class C>
+C capped_fraction_of(C x, C cap) {
+  return capped_fraction<C>(tessera::cpu::broadcast(x), cap)[0];
+}
+
+/// Of logits that a soft-cap bounds, in f32 (f64).
+template <class T>
+[[gnu::flatten]] OnlineSum<ComputeType<T>> capped_row_sum(const T* x, int64_t vocab,
+                                                          ComputeType<T> cap) {
+  using C = ComputeType<T>;
+  alignas(64) C block[kBlock];
+  OnlineSum<C> online;
+  for (int64_t first = 0; first < vocab; first += kBlock) {
+    const int64_t count = std::min(kBlock, vocab - first);
+    for_lanes<C>(count, [&](int64_t c, auto lanes) {
+      store_lanes<C>(block + c, capped_fraction<C>(load_lanes<C>(x + first + c, lanes), cap) * cap,
+                     lanes);
+    });
+    online.raise(max_logit(block, count));
+    online.sum += sum_exponentials<C>(block, count, online.reference(), 0, [](auto&&...) {});
+  }
+  return online;
+}
+
 template <class T>
 [[gnu::flatten]] OnlineSum<ComputeType<T>> row_sum(const T* x, int64_t vocab) {
   using C = ComputeType<T>;
@@ -98,7 +128,7 @@ template <class T, class D>
 void cross_entropy_bwd_rows(const CrossEntropyBwd& a) {
   using C = ComputeType<T>;
   using Accuracy = std::conditional_t<std::is_same_v<T, double>, T, D>;
-  const C scale = *static_cast<const C*>(a.scale);
+  const C scale = *static_cast<const C*>(a.scale), cap = static_cast<C>(a.softcap);
   for_each_row(a.rows, a.vocab, [&](int64_t row) {
     D* dst = static_cast<D*>(a.dlogits) + row * a.dlogits_row_stride;
     const int64_t target = target_at(a.targets, row);
@@ -109,6 +139,17 @@ void cross_entropy_bwd_rows(const CrossEntropyBwd& a) {
     // The target's own, where p - 1 cancels, from an accurate exponential. Its inputs are read
     // before the row is written over them.
     const C before = a.accumulate ? C(dst[target]) : C(0);
+    if (cap > 0) {
+      const C t = capped_fraction_of<C>(C(x[target]), cap);
+      const C at_target =
+          before + (tessera::cpu::exp((t * cap - max) - log_sum) - 1) * scale * (1 - t * t);
+      write_row<D, C>(dst, a.vocab, a.accumulate, [=](int64_t c, auto lanes) {
+        const Vector<C> t_lanes = capped_fraction<C>(load_lanes<C>(x + c, lanes), cap);
+        return exp_lanes<Accuracy>((t_lanes * cap - max) - log_sum) * scale *
+               (1 - t_lanes * t_lanes);
+      });
+      return assign(dst[target], at_target);
+    }
     const C at_target = before + (tessera::cpu::exp((C(x[target]) - max) - log_sum) - 1) * scale;
     write_row<D, C>(dst, a.vocab, a.accumulate, [=](int64_t c, auto lanes) {
       return exp_lanes<Accuracy>((load_lanes<C>(x + c, lanes) - max) - log_sum) * scale;
@@ -193,9 +234,11 @@ void cross_entropy_fwd(const CrossEntropyFwd& a) {
       const T* x = static_cast<const T*>(a.logits) + row * a.row_stride;
       C loss = 0, max = 0, log_sum = 0;
       if (target != a.targets.ignore_index) {
-        const OnlineSum<C> online = row_sum(x, a.vocab);
+        const C cap = static_cast<C>(a.softcap);
+        const OnlineSum<C> online = cap > 0 ? capped_row_sum(x, a.vocab, cap) : row_sum(x, a.vocab);
+        const C logit = cap > 0 ? capped_fraction_of<C>(C(x[target]), cap) * cap : C(x[target]);
         max = online.max, log_sum = std::log(online.sum);
-        loss = log_sum - (C(x[target]) - max);
+        loss = log_sum - (logit - max);
       }
       static_cast<C*>(a.losses)[row] = loss;
       if (a.stats != nullptr) {

@@ -2,6 +2,7 @@
 //
 //   log p[c] = (x[c] - max) - log(sum(exp(x - max)));  loss = -log p[target]
 //   dlogits[c] = (p[c] - [c == target]) * scale
+// Soft-cap         x = cap tanh(logit / cap) as it is read; dlogits counts times 1 - tanh^2
 // Layout           rows of 16-byte vectors where rows start at 16 bytes, else element by element
 // Parallelization  a block a row: each thread keeps a maximum and a sum against it (online
 //                  softmax), four vectors in flight, then the block combines them
@@ -36,6 +37,7 @@ using tessera::cuda::kVec;
 using tessera::cuda::kWarpSize;
 using tessera::cuda::launch;
 using tessera::cuda::LaunchConfig;
+using tessera::cuda::rcp_approx;
 using tessera::cuda::to_float;
 using tessera::cuda::visit_device_float;
 
@@ -54,6 +56,11 @@ __device__ int64_t target_at(const Targets& targets, int64_t row) {
 
 __device__ float exp_approx(float x) {
   return exp2_approx(x * kLog2E);
+}
+
+/// tanh(x / cap) within 2^-22, with inner = 2 / (cap ln 2): as 1 - 2 / (e^2x + 1).
+__device__ float capped_fraction(float x, float inner) {
+  return 1.0f - 2.0f * rcp_approx(exp2_approx(x * inner) + 1.0f);
 }
 
 /// The maximum so far and the sum of exponentials against it.
@@ -101,6 +108,19 @@ __device__ Floats<W> load_cols(const T* row, int64_t col, int64_t end) {
   for (int i = 0; i < W; ++i) values[i] = col + i < end ? to_float(row[col + i]) : -INFINITY;
   return values;
 }
+/// The same of logits that a soft-cap bounds; 0 bounds none.
+template <int W, class T>
+__device__ Floats<W> load_capped(const T* row, int64_t col, int64_t end, float cap) {
+  Floats<W> values = load_cols<W>(row, col, end);
+  if (cap > 0.0f) {
+    const float inner = 2.0f * kLog2E / cap;
+#pragma unroll
+    for (int i = 0; i < W; ++i) {
+      if (col + i < end) values[i] = cap * capped_fraction(values[i], inner);
+    }
+  }
+  return values;
+}
 template <int W, class D>
 __device__ void store_cols(D* row, int64_t col, int64_t end, const Floats<W>& values,
                            bool accumulate) {
@@ -130,12 +150,13 @@ __device__ int64_t num_steps(int64_t cols) {
 
 /// Adds columns [begin, end), from the end to the beginning.
 template <int kBlock, int W, class T>
-__device__ void add_cols(OnlineSum& online, const T* row, int64_t begin, int64_t end) {
+__device__ void add_cols(OnlineSum& online, const T* row, int64_t begin, int64_t end,
+                         float cap = 0.0f) {
   for (int64_t step = num_steps<kBlock, W>(end - begin) - 1; step >= 0; --step) {
     Floats<W> values[kUnroll];
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
-      values[u] = load_cols<W>(row, column<kBlock, W>(begin, step, u), end);
+      values[u] = load_capped<W>(row, column<kBlock, W>(begin, step, u), end, cap);
     }
     online.add(values);
   }
@@ -159,14 +180,17 @@ __global__ void __launch_bounds__(kRowBlock, 3) cross_entropy_fwd_kernel(const C
   const T* const x = static_cast<const T*>(p.logits) + row * p.row_stride;
   OnlineSum online;
   if (!is_ignored) {
-    add_cols<kRowBlock, W>(online, x, 0, p.vocab);
+    add_cols<kRowBlock, W>(online, x, 0, p.vocab, p.softcap);
     online.combine<kRowBlock>(dynamic_smem<float>());
   }
   if (threadIdx.x != 0) return;
   const bool is_class = target >= 0 && target < p.vocab;
   const float log_sum = is_ignored ? 0.0f : logf(online.sum);
   const float max = is_ignored ? 0.0f : online.max;
-  const float logit = is_ignored ? 0.0f : is_class ? to_float(x[target]) : NAN;
+  const float logit = is_ignored ? 0.0f
+                      : is_class
+                          ? static_cast<float>(load_capped<1>(x, target, p.vocab, p.softcap)[0])
+                          : NAN;
   static_cast<float*>(p.losses)[row] = log_sum - (logit - max);
   if (p.stats == nullptr) return;
   static_cast<float*>(p.stats)[2 * row] = max;
@@ -188,6 +212,7 @@ __global__ void __launch_bounds__(kRowBlock, 3)
   const float log_sum = static_cast<const float*>(p.stats)[2 * row + 1];
   const bool is_class = target >= 0 && target < p.vocab;
   const float scale = is_class ? *static_cast<const float*>(p.scale) : NAN;
+  const float inner = 2.0f * kLog2E / p.softcap;
   for (int64_t step = 0; step < num_steps<kRowBlock, W>(p.vocab); ++step) {
     Floats<W> values[kUnroll];
 #pragma unroll
@@ -200,8 +225,15 @@ __global__ void __launch_bounds__(kRowBlock, 3)
       const int64_t col = column<kRowBlock, W>(0, step, u);
 #pragma unroll
       for (int i = 0; i < W; ++i) {
-        const float p_col = exp_approx((values[u][i] - max) - log_sum);
-        values[u][i] = p_col * scale - (col + i == target ? scale : 0.0f);
+        const float at_target = col + i == target ? scale : 0.0f;
+        if (p.softcap > 0.0f) {
+          const float t = capped_fraction(values[u][i], inner);
+          const float p_col = exp_approx((p.softcap * t - max) - log_sum);
+          values[u][i] = (p_col * scale - at_target) * (1.0f - t * t);
+        } else {
+          const float p_col = exp_approx((values[u][i] - max) - log_sum);
+          values[u][i] = p_col * scale - at_target;
+        }
       }
       store_cols(dst, col, p.vocab, values[u], p.accumulate);
     }

@@ -20,6 +20,7 @@ struct Targets {
 
 /// losses[r] = log(sum(exp(x[r] - max))) - (x[r][target] - max), 0 for an ignored row;
 /// stats[r] = {max, log(sum(exp(x[r] - max)))}: log p = (x - max) - log sum without cancellation.
+/// With a soft-cap x = softcap tanh(logits / softcap), else x = logits.
 struct CrossEntropyFwd {
   void* losses;  ///< [rows], f32 (f64)
   void* stats;   ///< [rows, 2], f32 (f64); absent if no backward follows
@@ -28,11 +29,13 @@ struct CrossEntropyFwd {
   DType dtype;  ///< of logits
   int64_t rows, vocab;
   int64_t row_stride;  ///< elements between rows of logits
+  float softcap = 0;   ///< 0: none
   Cost cost() const;
 };
 TESSERA_DECLARE_KERNEL(cross_entropy_fwd, CrossEntropyFwd);
 
-/// dlogits[r][c] = (exp(log p[r][c]) - [c == target]) * scale, 0 for an ignored row.
+/// dlogits[r][c] = (exp(log p[r][c]) - [c == target]) * scale, 0 for an ignored row; with a soft-cap
+/// times its derivative, 1 - tanh(logits / softcap)^2.
 /// dlogits may be logits, also if its dtype is narrower: a row then starts at the same byte.
 struct CrossEntropyBwd {
   void* dlogits;
@@ -45,12 +48,13 @@ struct CrossEntropyBwd {
   bool accumulate;
   int64_t rows, vocab;
   int64_t row_stride, dlogits_row_stride;  ///< elements
+  float softcap = 0;                       ///< that of the forward
   Cost cost() const;
 };
 TESSERA_DECLARE_KERNEL(cross_entropy_bwd, CrossEntropyBwd);
 
-/// Losses and gradients in one call, with one exponential an element; the logits are scratch and
-/// are overwritten by dlogits (f32 logits may become bf16 or f16; rows start at the same byte).
+/// Losses and gradients in one call, with one exponential an element; without a soft-cap. The logits
+/// are scratch and are overwritten by dlogits (f32 logits may become bf16 or f16; rows start at the same byte).
 struct CrossEntropyFused {
   void* losses;  ///< [rows], f32 (f64)
   void* logits;  ///< becomes dlogits

@@ -1,6 +1,7 @@
 #include "kernels/loss/loss.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "core/autograd.h"
 #include "kernels/destination.h"
@@ -27,7 +28,7 @@ int64_t nbytes_of(const Targets& targets, int64_t rows) {
 }  // namespace
 
 Cost CrossEntropyFwd::cost() const {
-  return Cost(4.0 * static_cast<double>(rows * vocab))
+  return Cost((softcap > 0 ? 7.0 : 4.0) * static_cast<double>(rows * vocab))
       .read(logits, span_nbytes(rows, vocab, row_stride, dtype))
       .read(targets.data, nbytes_of(targets, rows))
       .write(losses, rows * stat_size(dtype))
@@ -35,7 +36,7 @@ Cost CrossEntropyFwd::cost() const {
 }
 
 Cost CrossEntropyBwd::cost() const {
-  return Cost(4.0 * static_cast<double>(rows * vocab))
+  return Cost((softcap > 0 ? 10.0 : 4.0) * static_cast<double>(rows * vocab))
       .read(logits, span_nbytes(rows, vocab, row_stride, dtype))
       .read(targets.data, nbytes_of(targets, rows))
       .read(stats, 2 * rows * stat_size(dtype))
@@ -111,6 +112,7 @@ LossSum add_up(const Tensor& losses, const Targets& targets) {
 struct LinearLoss {
   Tensor x, w, targets;
   int64_t ignore_index;
+  float softcap = 0;
   int64_t rows = 0, width = 0, vocab = 0, chunk_rows = 0;
   int64_t stride = 0;  ///< elements between rows of logits
 
@@ -198,17 +200,37 @@ class WeightGradient {
   bool is_direct_ = true;
 };
 
+/// losses[first ...] and statistics (if they are wanted, `stats` of `stats_row` on) of the rows whose
+/// logits are in `buffer`.
+void lose_rows(const LinearLoss& loss, const Tensor& losses, const Tensor& stats, int64_t stats_row,
+               const Tensor& buffer, int64_t first, int64_t count) {
+  kernels::CrossEntropyFwd a{};
+  a.losses = LinearLoss::at(losses, first), a.logits = buffer.raw_data();
+  a.stats = stats.is_defined() ? LinearLoss::at(stats, 2 * stats_row) : nullptr;
+  a.targets = loss.targets_at(first), a.dtype = loss.logits_dtype();
+  a.rows = count, a.vocab = loss.vocab, a.row_stride = loss.stride, a.softcap = loss.softcap;
+  kernels::cross_entropy_fwd(current_stream(), a);
+}
+
+/// Turns the logits in `buffer` into their gradients.
+void differentiate_rows(const LinearLoss& loss, const Tensor& stats, int64_t stats_row,
+                        const Tensor& scale, const Tensor& buffer, int64_t first, int64_t count) {
+  kernels::CrossEntropyBwd a{};
+  a.dlogits = buffer.raw_data(), a.logits = buffer.raw_data();
+  a.stats = LinearLoss::at(stats, 2 * stats_row), a.scale = scale.raw_data();
+  a.targets = loss.targets_at(first);
+  a.dtype = loss.logits_dtype(), a.dlogits_dtype = loss.x.dtype();
+  a.rows = count, a.vocab = loss.vocab, a.row_stride = loss.stride;
+  a.dlogits_row_stride = loss.dlogits_stride(), a.softcap = loss.softcap;
+  kernels::cross_entropy_bwd(current_stream(), a);
+}
+
 LossSum losses_only(const LinearLoss& loss, const Tensor& stats) {
   const Tensor losses = empty({loss.rows}, loss.logits_dtype());
   const Tensor buffer = loss.make_buffer();
   loss.for_each_chunk([&](int64_t first, int64_t count) {
     loss.make_logits(buffer, first, count);
-    kernels::CrossEntropyFwd a{};
-    a.losses = LinearLoss::at(losses, first), a.logits = buffer.raw_data();
-    a.stats = stats.is_defined() ? LinearLoss::at(stats, 2 * first) : nullptr;
-    a.targets = loss.targets_at(first), a.dtype = loss.logits_dtype();
-    a.rows = count, a.vocab = loss.vocab, a.row_stride = loss.stride;
-    kernels::cross_entropy_fwd(current_stream(), a);
+    lose_rows(loss, losses, stats, first, buffer, first, count);
   });
   return add_up(losses, loss.targets_at(0));
 }
@@ -219,33 +241,33 @@ void gradients_again(const LinearLoss& loss, const Tensor& stats, const Tensor& 
   const Tensor buffer = loss.make_buffer();
   loss.for_each_chunk([&](int64_t first, int64_t count) {
     loss.make_logits(buffer, first, count);
-    kernels::CrossEntropyBwd a{};
-    a.dlogits = buffer.raw_data(), a.logits = buffer.raw_data();
-    a.stats = LinearLoss::at(stats, 2 * first), a.scale = scale.raw_data();
-    a.targets = loss.targets_at(first);
-    a.dtype = loss.logits_dtype(), a.dlogits_dtype = loss.x.dtype();
-    a.rows = count, a.vocab = loss.vocab, a.row_stride = loss.stride;
-    a.dlogits_row_stride = loss.dlogits_stride();
-    kernels::cross_entropy_bwd(current_stream(), a);
+    differentiate_rows(loss, stats, first, scale, buffer, first, count);
     if (dx) loss.make_dx(dx, buffer, first, count);
     dw.add_chunk(loss, buffer, first, count);
   });
   dw.finish();
 }
 
-/// Losses and gradients in one pass over the chunks.
+/// Losses and gradients in one pass over the chunks. The fused kernel has no soft-cap: what it puts
+/// in place of the logits are exponentials, which do not give the slope of the cap back.
 LossSum losses_and_gradients(const LinearLoss& loss, const Tensor& scale, const GradDst& dx,
                              WeightGradient& dw) {
   const Tensor losses = empty({loss.rows}, loss.logits_dtype());
   const Tensor buffer = loss.make_buffer();
+  const Tensor stats = loss.softcap > 0 ? empty({buffer.dim(0), 2}, loss.logits_dtype()) : Tensor{};
   loss.for_each_chunk([&](int64_t first, int64_t count) {
     loss.make_logits(buffer, first, count);
-    kernels::CrossEntropyFused a{};
-    a.losses = LinearLoss::at(losses, first), a.logits = buffer.raw_data();
-    a.targets = loss.targets_at(first), a.scale = scale.raw_data();
-    a.dtype = loss.logits_dtype(), a.dlogits_dtype = loss.x.dtype();
-    a.rows = count, a.vocab = loss.vocab, a.row_stride = loss.stride;
-    kernels::cross_entropy_fused(current_stream(), a);
+    if (loss.softcap > 0) {
+      lose_rows(loss, losses, stats, 0, buffer, first, count);
+      differentiate_rows(loss, stats, 0, scale, buffer, first, count);
+    } else {
+      kernels::CrossEntropyFused a{};
+      a.losses = LinearLoss::at(losses, first), a.logits = buffer.raw_data();
+      a.targets = loss.targets_at(first), a.scale = scale.raw_data();
+      a.dtype = loss.logits_dtype(), a.dlogits_dtype = loss.x.dtype();
+      a.rows = count, a.vocab = loss.vocab, a.row_stride = loss.stride;
+      kernels::cross_entropy_fused(current_stream(), a);
+    }
     if (dx) loss.make_dx(dx, buffer, first, count);
     dw.add_chunk(loss, buffer, first, count);
   });
@@ -281,6 +303,8 @@ LinearLoss make_linear_loss(const Tensor& x, const Tensor& w, const Tensor& targ
   TESSERA_CHECK_EQ(w.dtype(), x.dtype(), "{}: w must have x's dtype", op);
   TESSERA_CHECK_SHAPE(options.chunk_rows >= 0, "{}: chunk_rows must not be negative, got {}", op,
                       options.chunk_rows);
+  TESSERA_CHECK(std::isfinite(options.softcap) && options.softcap >= 0,
+                "{}: softcap must be finite and not negative, got {}", op, options.softcap);
   if (options.grad_scale.is_defined()) {
     TESSERA_CHECK_EQ(options.grad_scale.shape(), Shape{}, "{}: grad_scale must be a scalar", op);
     TESSERA_CHECK_EQ(options.grad_scale.dtype(), stats_dtype(x.dtype()),
@@ -288,7 +312,7 @@ LinearLoss make_linear_loss(const Tensor& x, const Tensor& w, const Tensor& targ
   }
   NoGrad no_grad;  // copies, if any, are not part of the graph: gradients go to x and w
   LinearLoss loss{x.contiguous().detach(), w.contiguous().detach(), targets.contiguous(),
-                  options.ignore_index};
+                  options.ignore_index, options.softcap};
   loss.width = x.dim(-1), loss.vocab = w.dim(0), loss.rows = x.numel() / loss.width;
   loss.stride = choose_stride(loss);
   loss.chunk_rows = choose_chunk_rows(loss, options.chunk_rows);

@@ -28,6 +28,8 @@ struct LinearCrossEntropyOptions {
   /// Rows whose logits exist at a time; 0 = as many as 64 MiB hold, at least 128 (on CUDA 512 MiB
   /// and 1024: every chunk reads w and adds into dw once).
   int64_t chunk_rows = 0;
+  /// Bound of the logits' magnitude: they count as softcap tanh(logits / softcap); 0: as they are.
+  float softcap = 0;
   /// The gradient that `backward` will bring to `sum`, if it is known by now: a scalar [] of the
   /// loss's dtype on the device (1 / global number of valid targets, times the loss scale). See
   /// [Note: Gradients in the forward].
@@ -35,7 +37,7 @@ struct LinearCrossEntropyOptions {
 };
 
 /// cross_entropy(x w^T, targets) without ever holding all logits: they are made, used and dropped
-/// in chunks of rows.
+/// in chunks of rows. A soft-cap bounds them within the loss's own passes.
 /// Shapes   x [..., C], w [V, C], targets [...]
 /// Dtypes   x f32 | bf16 | f16 | f64, w the same, targets i32 | i64; logits f32 (f64 for f64)
 /// Memory   chunk_rows * V * 4 bytes of logits (V rounded up to 64 on CUDA), linear in rows for
@@ -45,7 +47,7 @@ struct LinearCrossEntropyOptions {
 ///          `grad_scale`: dx only
 /// Grads    dx, dw; the same bits whatever the number of threads
 /// Streams  current stream; never synchronizes
-/// Errors   as cross_entropy
+/// Errors   as cross_entropy; Error for a softcap that is negative or not finite
 ///
 /// [Note: Gradients in the forward]
 /// With `grad_scale` the forward makes each chunk's gradients while its logits are there, so that

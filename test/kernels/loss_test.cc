@@ -27,10 +27,15 @@ struct Reference {
   std::vector<double> dlogits;  // for an upstream gradient of 1
 };
 
-Reference reference(const std::vector<double>& logits, const std::vector<int64_t>& targets,
-                    size_t V) {
+Reference reference(std::vector<double> logits, const std::vector<int64_t>& targets, size_t V,
+                    double softcap = 0) {
   Reference ref;
   ref.dlogits.resize(logits.size());
+  std::vector<double> slopes(logits.size(), 1.0);
+  for (size_t i = 0; softcap > 0 && i < logits.size(); ++i) {
+    const double t = std::tanh(logits[i] / softcap);
+    logits[i] = softcap * t, slopes[i] = 1 - t * t;
+  }
   for (size_t r = 0; r < targets.size(); ++r) {
     if (targets[r] == kIgnored) continue;
     const double* row = logits.data() + r * V;
@@ -42,6 +47,7 @@ Reference reference(const std::vector<double>& logits, const std::vector<int64_t
     ref.count += 1;
     for (size_t v = 0; v < V; ++v) ref.dlogits[r * V + v] = std::exp(row[v] - max) / sum;
     ref.dlogits[r * V + target] -= 1;
+    for (size_t v = 0; v < V; ++v) ref.dlogits[r * V + v] *= slopes[r * V + v];
   }
   return ref;
 }
@@ -165,12 +171,13 @@ struct LinearReference {
   std::vector<double> dx, dw;
 };
 
-LinearReference linear_reference(const Tensor& x, const Tensor& w, const Tensor& targets) {
+LinearReference linear_reference(const Tensor& x, const Tensor& w, const Tensor& targets,
+                                 double softcap = 0) {
   const auto C = static_cast<size_t>(x.dim(-1)), V = static_cast<size_t>(w.dim(0));
   const std::vector<double> xs = x.to_vector(), ws = w.to_vector();
   const size_t R = xs.size() / C;
   const Reference ref =
-      reference(product(xs, ws, R, V, C, false, true), targets.to_vector_of<int64_t>(), V);
+      reference(product(xs, ws, R, V, C, false, true), targets.to_vector_of<int64_t>(), V, softcap);
   return {ref.sum, ref.count, product(ref.dlogits, ws, R, C, V, false, false),
           product(ref.dlogits, xs, V, C, R, true, false)};
 }
@@ -178,17 +185,18 @@ LinearReference linear_reference(const Tensor& x, const Tensor& w, const Tensor&
 TEST_CASE("linear_cross_entropy: both modes match the f64 definition", "[loss]") {
   const auto dtype = GENERATE(kF64, kF32, kBF16, kF16);
   const auto early = GENERATE(false, true);
+  const auto softcap = GENERATE(0.0f, 2.5f, 30.0f);
   for (const LinearCase& c : std::vector<LinearCase>{
            {1, 1, 1, 0}, {7, 5, 13, 0}, {7, 5, 13, 3}, {12, 16, 70, 4}, {5, 8, 1500, 2}}) {
     Tensor x = randn({c.R, c.C}, dtype, 1), w = randn({c.V, c.C}, dtype, 2);
     const Tensor targets = make_targets(c.R, c.V);
-    const LinearReference ref = linear_reference(x, w, targets);
-    INFO("R " << c.R << " C " << c.C << " V " << c.V << " chunk " << c.chunk_rows << " "
-              << name_of(dtype) << (early ? " gradients in the forward" : ""));
+    const LinearReference ref = linear_reference(x, w, targets, softcap);
+    INFO("R " << c.R << " C " << c.C << " V " << c.V << " chunk " << c.chunk_rows << " softcap "
+              << softcap << " " << name_of(dtype) << (early ? " gradients in the forward" : ""));
     x.set_requires_grad(true), w.set_requires_grad(true);
     const DType loss_dtype = dtype == kF64 ? kF64 : kF32;
     const Tensor scale = full({}, 0.125, loss_dtype);
-    LinearCrossEntropyOptions options{.chunk_rows = c.chunk_rows};
+    LinearCrossEntropyOptions options{.chunk_rows = c.chunk_rows, .softcap = softcap};
     if (early) options.grad_scale = scale;
     const LossSum loss = linear_cross_entropy(x, w, targets, options);
     CHECK(loss.count.item() == ref.count);
@@ -205,12 +213,13 @@ TEST_CASE("linear_cross_entropy: gradients match finite differences", "[loss]") 
   Tensor x = randn({2, 3, 4}, kF64, 1), w = randn({7, 4}, kF64, 2);
   x.set_requires_grad(true), w.set_requires_grad(true);
   const Tensor targets = from_values({0, 6, -100, 3, 3, 1}, {2, 3});
-  for (const int64_t chunk_rows : {0, 4}) {
-    gradcheck(
-        [&](const auto& in) {
-          return linear_cross_entropy(in[0], in[1], targets, {.chunk_rows = chunk_rows}).sum;
-        },
-        {x, w});
+  for (const float softcap : {0.0f, 1.5f}) {
+    for (const int64_t chunk_rows : {0, 4}) {
+      const LinearCrossEntropyOptions options{.chunk_rows = chunk_rows, .softcap = softcap};
+      gradcheck(
+          [&](const auto& in) { return linear_cross_entropy(in[0], in[1], targets, options).sum; },
+          {x, w});
+    }
   }
 }
 
@@ -350,6 +359,7 @@ TEST_CASE("loss: peak memory is linear in the rows, not rows x vocabulary", "[lo
 
 TEST_CASE("loss: the bits do not depend on the number of threads", "[loss]") {
   const auto early = GENERATE(false, true);
+  const auto softcap = GENERATE(0.0f, 5.0f);
   std::vector<Tensor> results[2];
   for (int threads = 1; threads <= 2; ++threads) {
     Context::Scope scope(
@@ -358,7 +368,7 @@ TEST_CASE("loss: the bits do not depend on the number of threads", "[loss]") {
     Tensor x = randn({70, 32}, kF32, 3), w = randn({2000, 32}, kF32, 4);
     for (Tensor* t : {&logits, &x, &w}) t->set_requires_grad(true);
     const Tensor targets = make_targets(70, 2000);
-    LinearCrossEntropyOptions options{.chunk_rows = 24};
+    LinearCrossEntropyOptions options{.chunk_rows = 24, .softcap = softcap};
     if (early) options.grad_scale = full({}, 1.0);
     const LossSum a = cross_entropy(logits, targets);
     const LossSum b = linear_cross_entropy(x, w, targets, options);
@@ -381,6 +391,11 @@ TEST_CASE("loss: cost counts each operand once", "[loss]") {
   CHECK(bwd.cost().flops() == 4 * 60);
   CHECK(bwd.cost().bytes_read() == 240 + 40 + 80 + 4);
   CHECK(bwd.cost().bytes_written() == (9 * 12 + 6) * 2);
+  kernels::CrossEntropyFwd capped_fwd = fwd;
+  kernels::CrossEntropyBwd capped_bwd = bwd;
+  capped_fwd.softcap = capped_bwd.softcap = 30;
+  CHECK(capped_fwd.cost().flops() == 7 * 60);
+  CHECK(capped_bwd.cost().flops() == 10 * 60);
   const kernels::CrossEntropyFused fused{p, p, targets, p, kF32, kF32, 10, 6, 6};
   CHECK(fused.cost().flops() == 6 * 60);
   CHECK(fused.cost().bytes_read() == 240 + 40 + 4);
@@ -456,6 +471,8 @@ TEST_CASE("loss: errors name the op and what came", "[loss]") {
               {"linear_cross_entropy: w must have x's dtype", "bf16 vs f32"});
   check_error([&] { linear_cross_entropy(x, w, t, {.chunk_rows = -1}); },
               {"linear_cross_entropy: chunk_rows must not be negative, got -1"});
+  check_error([&] { linear_cross_entropy(x, w, t, {.softcap = -2}); },
+              {"linear_cross_entropy: softcap must be finite and not negative, got -2"});
   LinearCrossEntropyOptions options;
   options.grad_scale = zeros({1});
   check_error([&] { linear_cross_entropy(x, w, t, options); },

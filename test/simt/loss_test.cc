@@ -35,6 +35,7 @@ struct Rows {
   int64_t rows, vocab;
   int64_t stride = 0;  // 0 = vocab
   int64_t offset = 0;  // elements
+  float softcap = 0;
 
   int64_t row_stride() const { return stride == 0 ? vocab : stride; }
 };
@@ -47,14 +48,14 @@ const std::vector<Rows> kShapes = {{3, 1},    {3, 7},          {2, 8},     {3, 3
 
 /// Losses and statistics by both kernels.
 void check_forward(const Rows& r, DType dtype, DType target_dtype = kI32) {
-  INFO(fmt::format("{} rows of {} {}, stride {}, offset {}", r.rows, r.vocab, dtype, r.row_stride(),
-                   r.offset));
+  INFO(fmt::format("{} rows of {} {}, stride {}, offset {}, softcap {}", r.rows, r.vocab, dtype,
+                   r.row_stride(), r.offset, r.softcap));
   const DeviceBuffer logits(randn({r.rows, r.row_stride()}, dtype, 1, 3.0), r.offset);
   const DeviceBuffer targets(make_targets(r.rows, r.vocab, target_dtype));
   const auto run = [&](auto fn) {
     const DeviceBuffer losses({r.rows}, kF32), stats({r.rows, 2}, kF32);
     fn(CrossEntropyFwd{losses.data(), stats.data(), logits.data(), targets_of(targets), dtype,
-                       r.rows, r.vocab, r.row_stride()});
+                       r.rows, r.vocab, r.row_stride(), r.softcap});
     return std::vector<Tensor>{losses.tensor(), stats.tensor()};
   };
   const auto expected = run([](const CrossEntropyFwd& a) { kernels::cpu::cross_entropy_fwd(a); });
@@ -76,8 +77,9 @@ TEST_CASE("simt cross_entropy: losses of rows of any length", "[loss][simt]") {
 enum class Place { kOwn, kOwnAccumulated, kInPlace };
 
 void check_backward(const Rows& r, DType dtype, DType dlogits_dtype, Place place) {
-  INFO(fmt::format("{} rows of {} {} into {}, stride {}, offset {}, place {}", r.rows, r.vocab,
-                   dtype, dlogits_dtype, r.row_stride(), r.offset, static_cast<int>(place)));
+  INFO(fmt::format("{} rows of {} {} into {}, stride {}, offset {}, softcap {}, place {}", r.rows,
+                   r.vocab, dtype, dlogits_dtype, r.row_stride(), r.offset, r.softcap,
+                   static_cast<int>(place)));
   const Tensor values = randn({r.rows, r.row_stride()}, dtype, 1, 2.0);
   const DeviceBuffer targets(make_targets(r.rows, r.vocab));
   const DeviceBuffer scale(from_values({0.25}, {}, kF32));
@@ -85,7 +87,8 @@ void check_backward(const Rows& r, DType dtype, DType dlogits_dtype, Place place
   {
     const DeviceBuffer logits(values);
     kernels::cpu::cross_entropy_fwd({losses.data(), stats.data(), logits.data(),
-                                     targets_of(targets), dtype, r.rows, r.vocab, r.row_stride()});
+                                     targets_of(targets), dtype, r.rows, r.vocab, r.row_stride(),
+                                     r.softcap});
   }
   const bool is_in_place = place == Place::kInPlace;
   const auto ratio = static_cast<int64_t>(size_of(dtype) / size_of(dlogits_dtype));
@@ -96,7 +99,7 @@ void check_backward(const Rows& r, DType dtype, DType dlogits_dtype, Place place
     args.dlogits = is_in_place ? logits.data() : own.data(), args.logits = logits.data();
     args.stats = stats.data(), args.targets = targets_of(targets), args.scale = scale.data();
     args.dtype = dtype, args.dlogits_dtype = dlogits_dtype;
-    args.accumulate = place == Place::kOwnAccumulated;
+    args.accumulate = place == Place::kOwnAccumulated, args.softcap = r.softcap;
     args.rows = r.rows, args.vocab = r.vocab, args.row_stride = r.row_stride();
     args.dlogits_row_stride = r.row_stride() * (is_in_place ? ratio : 1);
     fn(args);
@@ -128,6 +131,19 @@ TEST_CASE("simt cross_entropy: gradients in their own memory, in place and narro
     check_backward(shape, kF32, kBF16, Place::kInPlace);
     check_backward(shape, kF32, kF16, Place::kInPlace);
     check_backward(shape, kF32, kBF16, Place::kOwn);
+  }
+}
+
+TEST_CASE("simt cross_entropy: logits under a soft-cap", "[loss][simt]") {
+  for (Rows shape : kShapes) {
+    if (shape.vocab > 10000) continue;
+    for (const float softcap : {1.0f, 30.0f}) {
+      shape.softcap = softcap;
+      for (const DType dtype : {kF32, kBF16}) check_forward(shape, dtype);
+      check_backward(shape, kF32, kF32, Place::kOwnAccumulated);
+      check_backward(shape, kF32, kBF16, Place::kInPlace);
+      check_backward(shape, kF16, kF16, Place::kOwn);
+    }
   }
 }
 
