@@ -200,7 +200,7 @@ PLANTED = [
     Row("sample.top_k", APPS, ".top_k = [[config_.sample.top_k]]", "0", "run sample.top_k"),
     Row("sample.top_p", APPS, ".top_p = [[config_.sample.top_p]]", "1.0", "run sample.top_p"),
     Row("the seed of samples", APPS,
-        ".seed = [[static_cast<uint64_t>(config_.train.seed)]]}; std::vector<int32_t> text", "1", "run train.seed"),
+        ".seed = [[static_cast<uint64_t>(config_.train.seed)]]}; options.on_token", "1", "run train.seed"),
     Row("the seed of the data's order", APPS,
         "  options.seed = static_cast<uint64_t>(config.train.seed);\n", "", "run train.seed"),
     Row("the seed of dropout", APPS, "random_state() = {.seed = [[static_cast<uint64_t>(config_.train.seed)]]",
@@ -265,7 +265,7 @@ PLANTED = [
         "m.exposed_reduce_ms = 0;", "run metrics of waits"),
     Row("the share exposed is always 0", APPS, "m.exposed = rate_.exposed();", "m.exposed = 0;",
         "run metrics of waits"),
-    Row("waits for gathers are taken for those for reduces", FSDP, "&exposure, [[&ExposedTime::gather_ns]],",
+    Row("waits for gathers are taken for those for reduces", FSDP, "&unit_.exposure, [[&ExposedTime::gather_ns]],",
         "&ExposedTime::reduce_ns", "run metrics of waits"),
 
     # The schedule of a step.
@@ -278,13 +278,13 @@ PLANTED = [
     Row("backward prefetch of one at most", FSDP, "k < [[options_.prefetch_backward]] &&",
         "std::min(1, options_.prefetch_backward)", PREFETCH),
     Row("the hash of a step's collectives is not compared", FSDP,
-        "if (theirs != program_hash_) throw_disagreement();", "(void)theirs;",
+        "if (theirs != mine) throw_disagreement();", "(void)theirs;",
         "dist/fsdp_order fsdp order: programs that differ after step 0"),
     Row("no outer sum where the last micro-batch has no backward", FSDP,
-        "if (is_outer_due) reduce_over_replicas(g, step);", "",
+        "if (sum_ == Sum::kGroup) sum_over_replicas(g, step);", "",
         "dist/fsdp_order fsdp order: a step whose last micro-batch has no backward"),
     Row("clip does not wait for a gather that nobody used", FSDP,
-        "if (unit->is_unsharded()) unit->wait_for_gather();", "",
+        "[[wait_for_gather();]] state_ = gathered;", "",
         "dist/fsdp_order fsdp order: the norm waits for gathers"),
 ]
 
