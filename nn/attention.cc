@@ -26,6 +26,12 @@ AttentionConfig with_defaults(AttentionConfig c) {
                    c.head_width);
   TESSERA_CHECK_AS(ConfigError, !c.rope || c.rope->rotary_dim != 0 || c.head_width % 2 == 0,
                    "Attention: rotary positions need an even head width, got {}", c.head_width);
+  TESSERA_CHECK_AS(ConfigError, c.window >= 0 && (c.window == 0 || c.causal),
+                   "Attention: a window must not be negative and needs causal, got {}", c.window);
+  TESSERA_CHECK_AS(ConfigError, std::isfinite(c.softcap) && c.softcap >= 0,
+                   "Attention: softcap must be finite and not negative, got {}", c.softcap);
+  TESSERA_CHECK_AS(ConfigError, c.softcap == 0 || !c.alibi,
+                   "Attention: alibi and a softcap of {} do not go together", c.softcap);
   return c;
 }
 
@@ -100,6 +106,9 @@ Tensor Attention::forward(const Tensor& x_BTC, const AttentionInput& input) {
   }
   AttentionOptions options;
   options.causal = c.causal;
+  options.scale = c.scale;
+  options.window = c.window;
+  options.softcap = c.softcap;
   options.document_starts = input.document_starts;
   // The kernels take f32: a buffer in another dtype holds rounded slopes.
   if (alibi_slopes_ != nullptr) options.alibi_slopes = alibi_slopes_->to(kF32);
@@ -113,6 +122,8 @@ std::string Attention::kind() const {
   if (c.num_kv_heads != c.num_heads) text += fmt::format(", {} kv heads", c.num_kv_heads);
   if (c.rope) text += fmt::format(", rope theta {}", c.rope->theta);
   if (c.alibi) text += ", alibi";
+  if (c.window > 0) text += fmt::format(", window {}", c.window);
+  if (c.softcap > 0) text += fmt::format(", softcap {}", c.softcap);
   return text + (c.causal ? ", causal)" : ")");
 }
 

@@ -38,6 +38,9 @@ struct AttentionConfig {
   std::optional<RopeOptions> rope = {};  ///< rotary positions
   bool alibi = false;                    ///< linear biases (Press et al. 2022) instead of positions
   bool causal = true;
+  int64_t window = 0;  ///< positions that a query sees, its own the last; 0: all (AttentionOptions)
+  float softcap = 0;   ///< bound of the logits; 0: none
+  float scale = 0;     ///< of the logits; 0: 1 / sqrt(head_width)
   std::optional<Init> init = {};      ///< of the qkv projection; default as in Linear
   std::optional<Init> out_init = {};  ///< of the output projection; default as in Linear
 };
@@ -47,7 +50,7 @@ struct AttentionConfig {
 /// Shapes   x [B, T, C] -> [B, T, C]
 class Attention : public Module {
  public:
-  /// ConfigError if the heads do not divide.
+  /// ConfigError if the heads do not divide or a window or soft-cap is negative.
   explicit Attention(const AttentionConfig& config);
 
   Tensor forward(const Tensor& x_BTC, const AttentionInput& input = {});

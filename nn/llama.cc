@@ -29,6 +29,16 @@ LlamaConfig with_defaults(LlamaConfig c) {
   if (c.ffn_width == 0) c.ffn_width = (8 * c.width + 3 * 64 - 1) / (3 * 64) * 64;
   TESSERA_CHECK_AS(ConfigError, c.ffn_width > 0, "Llama: ffn_width must be positive, got {}",
                    c.ffn_width);
+  TESSERA_CHECK_AS(ConfigError, c.window >= 0, "Llama: window must not be negative, got {}",
+                   c.window);
+  TESSERA_CHECK_AS(
+      ConfigError,
+      !c.window_layers.empty() && c.window_layers.find_first_not_of("wf") == std::string::npos,
+      "Llama: window_layers must be letters w and f, got \"{}\"", c.window_layers);
+  for (const float softcap : {c.attn_softcap, c.logit_softcap}) {
+    TESSERA_CHECK_AS(ConfigError, std::isfinite(softcap) && softcap >= 0,
+                     "Llama: a softcap must be finite and not negative, got {}", softcap);
+  }
   return c;
 }
 
@@ -36,7 +46,7 @@ Init output_init(const LlamaConfig& c) {
   return Init::normal(0, c.init_stddev / std::sqrt(2.0 * static_cast<double>(c.num_layers)));
 }
 
-AttentionConfig attention_config(const LlamaConfig& c) {
+AttentionConfig attention_config(const LlamaConfig& c, int64_t layer) {
   AttentionConfig a;
   a.width = c.width;
   a.num_heads = c.num_heads;
@@ -44,6 +54,8 @@ AttentionConfig attention_config(const LlamaConfig& c) {
   a.head_width = c.head_width;
   a.qkv_bias = c.qkv_bias;
   a.qk_norm = c.qk_norm;
+  a.window = c.window_of(layer);
+  a.softcap = c.attn_softcap;
   a.norm_eps = c.norm_eps;
   a.rope = c.rope;
   a.init = Init::normal(0, c.init_stddev);
@@ -63,9 +75,15 @@ MlpConfig mlp_config(const LlamaConfig& c) {
 
 }  // namespace
 
-LlamaBlock::LlamaBlock(const LlamaConfig& config)
+std::vector<int64_t> windows_of(const LlamaConfig& c) {
+  std::vector<int64_t> windows;
+  for (int64_t layer = 0; layer < c.num_layers; ++layer) windows.push_back(c.window_of(layer));
+  return windows;
+}
+
+LlamaBlock::LlamaBlock(const LlamaConfig& config, int64_t layer)
     : norm1_(this, "norm1", config.width, config.norm_eps),
-      attn_(this, "attn", attention_config(config)),
+      attn_(this, "attn", attention_config(config, layer)),
       norm2_(this, "norm2", config.width, config.norm_eps),
       mlp_(this, "mlp", mlp_config(config)) {}
 
@@ -106,17 +124,18 @@ Llama::Llama(const LlamaConfig& config)
              .num_heads = config_.num_heads,
              .num_kv_heads = config_.num_kv_heads,
              .head_width = config_.head_width,
-             .width = config_.width},
+             .width = config_.width,
+             .windows = windows_of(config_)},
       embed_(this, "embed", config_.vocab_size, config_.width,
              Init::normal(0, config_.init_stddev)),
       blocks_(this, "blocks") {
-  for (int64_t layer = 0; layer < config_.num_layers; ++layer) blocks_.emplace_back(config_);
+  for (int64_t layer = 0; layer < config_.num_layers; ++layer) blocks_.emplace_back(config_, layer);
   norm_.emplace(this, "norm", config_.width, config_.norm_eps);
   if (config_.tied) {
-    head_.emplace(this, "head", *embed_);
+    head_.emplace(this, "head", *embed_, config_.logit_softcap);
   } else {
     head_.emplace(this, "head", config_.width, config_.vocab_size,
-                  Init::normal(0, config_.init_stddev));
+                  Init::normal(0, config_.init_stddev), config_.logit_softcap);
   }
 }
 

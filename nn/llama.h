@@ -4,8 +4,9 @@
 #include "nn/transformer.h"
 
 // Llama (Touvron et al. 2023) and its relatives: rotary positions, RmsNorm before each sublayer,
-// SwiGLU, grouped key and value heads. Mistral is this with its sizes; Qwen2 adds qkv_bias, Qwen3
-// qk_norm and a head_width of its own; their small models have a tied head.
+// SwiGLU, grouped key and value heads. Mistral is this with its sizes, the first of them with a
+// window; Qwen2 adds qkv_bias, Qwen3 qk_norm and a head_width of its own; their small models have a
+// tied head.
 //
 // B batch, T time, C model width
 
@@ -23,18 +24,32 @@ struct LlamaConfig {
   bool tied = false;       ///< the head uses the token embedding's weight
   bool qkv_bias = false;
   bool qk_norm = false;
+  int64_t window = 0;  ///< positions that a query sees, its own the last; 0: all
+  /// Which layers have the window, 'w', and which see all, 'f', repeated over the layers: "wf" every
+  /// second one from the first, "ffw" every third from the third.
+  std::string window_layers = "w";
+  float attn_softcap = 0;   ///< attention logits count as cap tanh(x / cap) (Gemma 2); 0: none
+  float logit_softcap = 0;  ///< the same of the logits of the vocabulary
   float norm_eps = 1e-5f;
   RopeOptions rope{};
   /// Matrices and embeddings start normal with this deviation, the projections that end a sublayer
   /// with it / sqrt(2 * num_layers), biases at zero, norms at one.
   double init_stddev = 0.02;
+
+  int64_t window_of(int64_t layer) const {
+    const auto at = static_cast<size_t>(layer) % window_layers.size();
+    return window_layers[at] == 'w' ? window : 0;
+  }
 };
+
+/// `window_of` every layer.
+std::vector<int64_t> windows_of(const LlamaConfig& config);
 
 /// x + attention(norm1(x)), then the same with SwiGlu.
 /// Shapes   x [B, T, C] -> [B, T, C]
 class LlamaBlock : public Module {
  public:
-  explicit LlamaBlock(const LlamaConfig& config);
+  LlamaBlock(const LlamaConfig& config, int64_t layer);
 
   Tensor forward(const Tensor& x_BTC, const AttentionInput& input = {});
   void set_recompute(Recompute what);
@@ -55,7 +70,8 @@ class LlamaBlock : public Module {
 /// mlp.down}.* norm.weight head.weight (tied: the same parameter as embed.weight).
 class Llama : public LanguageModel {
  public:
-  /// ConfigError if sizes are not positive or the heads do not divide.
+  /// ConfigError if sizes are not positive, the heads do not divide, or a window, its layers or a
+  /// soft-cap are out of range.
   explicit Llama(const LlamaConfig& config);
 
   Tensor forward(const Tensor& ids_BT, const ForwardOptions& options = {}) override;

@@ -3,27 +3,34 @@
 #include <numeric>
 
 #include "kernels/matmul/matmul.h"
+#include "kernels/pointwise/pointwise.h"
 
 namespace tessera::nn {
 
-LmHead::LmHead(int64_t width, int64_t vocab_size, const Init& init)
-    : weight_(register_parameter("weight", {vocab_size, width}, init)), is_tied_(false) {}
+LmHead::LmHead(int64_t width, int64_t vocab_size, const Init& init, float softcap)
+    : weight_(register_parameter("weight", {vocab_size, width}, init)),
+      is_tied_(false),
+      softcap_(softcap) {}
 
-LmHead::LmHead(Embedding& embedding)
-    : weight_(tie("weight", embedding, "weight")), is_tied_(true) {}
+LmHead::LmHead(Embedding& embedding, float softcap)
+    : weight_(tie("weight", embedding, "weight")), is_tied_(true), softcap_(softcap) {}
 
 Tensor LmHead::forward(const Tensor& hidden_BTC) {
-  return linear(hidden_BTC, weight_);
+  const Tensor logits_BTV = linear(hidden_BTC, weight_);
+  return softcap_ > 0 ? tanh(logits_BTV / softcap_) * softcap_ : logits_BTV;
 }
 
 LossSum LmHead::forward(const Tensor& hidden_BTC, const Tensor& targets_BT,
                         const LinearCrossEntropyOptions& options) {
-  return linear_cross_entropy(hidden_BTC, weight_, targets_BT, options);
+  LinearCrossEntropyOptions capped = options;
+  if (softcap_ > 0) capped.softcap = softcap_;
+  return linear_cross_entropy(hidden_BTC, weight_, targets_BT, capped);
 }
 
 std::string LmHead::kind() const {
-  return fmt::format("LmHead({} -> {}{})", weight_.dim(1), weight_.dim(0),
-                     is_tied_ ? ", tied" : "");
+  return fmt::format("LmHead({} -> {}{}{})", weight_.dim(1), weight_.dim(0),
+                     is_tied_ ? ", tied" : "",
+                     softcap_ > 0 ? fmt::format(", softcap {}", softcap_) : "");
 }
 
 LossSum LanguageModel::loss(const Tensor& ids_BT, const Tensor& targets_BT,
@@ -71,8 +78,15 @@ double LanguageModel::flops_per_token(int64_t T) {
     }
   }
   const ModelShape& s = shape();
-  const int64_t attention = s.num_layers * s.num_heads * s.head_width * T;
-  return 6.0 * (static_cast<double>(numel) + static_cast<double>(attention));
+  const auto square = static_cast<double>(T);
+  double attention = static_cast<double>(s.num_layers) * square;
+  for (const int64_t window : s.windows) {
+    if (window == 0 || window >= T) continue;
+    const auto inside = static_cast<double>(window);
+    attention += 2 * inside - inside * inside / square - square;
+  }
+  attention *= static_cast<double>(s.num_heads * s.head_width);
+  return 6.0 * (static_cast<double>(numel) + attention);
 }
 
 void LanguageModel::check_forward(const Tensor& ids_BT, const ForwardOptions& options) const {

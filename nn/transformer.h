@@ -73,15 +73,17 @@ struct ModelShape {
   int64_t num_kv_heads = 0;
   int64_t head_width = 0;
   int64_t width = 0;
+  std::vector<int64_t> windows = {};  ///< of attention, a layer; 0 or none: no window
 };
 
 /// Hidden states to logits, or straight to the loss without ever holding all logits. Its weight is
-/// its own, or (tied) that of the token embedding: then this is the parameter's second use.
+/// its own, or (tied) that of the token embedding: then this is the parameter's second use. With a
+/// soft-cap logits are softcap tanh(x / softcap).
 class LmHead : public Module {
  public:
-  LmHead(int64_t width, int64_t vocab_size, const Init& init);
+  LmHead(int64_t width, int64_t vocab_size, const Init& init, float softcap = 0);
   /// Tied: the weight of `embedding`, [V, C].
-  explicit LmHead(Embedding& embedding);
+  explicit LmHead(Embedding& embedding, float softcap = 0);
 
   /// [B, T, C] -> [B, T, V].
   Tensor forward(const Tensor& hidden_BTC);
@@ -94,6 +96,7 @@ class LmHead : public Module {
  private:
   Tensor& weight_;
   bool is_tied_;
+  float softcap_;
 };
 
 /// Base of the language models: what a trainer and a generator see.
@@ -118,8 +121,9 @@ class LanguageModel : public Module {
   ///   6 * (elements of the matrices that multiply: projections and head, no embeddings)
   ///   + 6 * layers * heads * head_width * T
   /// A multiply-add counts 2, backward twice the forward. The second term is the two products of
-  /// causal attention, of whose square only the half below the diagonal is counted. Recomputed
-  /// work does not count.
+  /// causal attention, of whose square only the half below the diagonal is counted, and of a layer
+  /// with a window of W < T what is inside of it: 2 W - W^2 / T in place of T. Recomputed work does
+  /// not count.
   double flops_per_token(int64_t T);
 
  protected:

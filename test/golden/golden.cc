@@ -7,24 +7,32 @@
 #include "core/random.h"
 
 namespace tessera::testing {
+
+std::vector<double> uniform(const std::string& name, int64_t numel) {
+  std::vector<double> values(static_cast<size_t>(numel));
+  const uint64_t hash = hash_name(name);
+  for (size_t i = 0; i < values.size(); ++i) {
+    uint64_t z = hash + i * 0x9E3779B97F4A7C15u;
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+    z = z ^ (z >> 31);
+    values[i] = static_cast<double>(z >> 40) * 0x1p-24;
+  }
+  return values;
+}
+
 namespace {
 
 using nlohmann::json;
 
 /// As `initial` in common.py: the same bits.
 std::vector<float> initial(const std::string& name, const Shape& shape, double stddev) {
-  std::vector<float> values(static_cast<size_t>(shape.numel()));
-  const uint64_t hash = hash_name(name);
+  std::vector<float> values;
   const bool is_vector = shape.num_dims() == 1;
   const double scale = is_vector ? 0.2 : stddev * std::sqrt(12.0);
   const double center = is_vector && name.ends_with("weight") ? 1.0 : 0.0;
-  for (size_t i = 0; i < values.size(); ++i) {
-    uint64_t z = hash + i * 0x9E3779B97F4A7C15u;
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
-    z = z ^ (z >> 31);
-    const double uniform = static_cast<double>(z >> 40) * 0x1p-24;
-    values[i] = static_cast<float>((uniform - 0.5) * scale + center);
+  for (const double value : uniform(name, shape.numel())) {
+    values.push_back(static_cast<float>((value - 0.5) * scale + center));
   }
   return values;
 }

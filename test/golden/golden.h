@@ -53,6 +53,9 @@ struct Fsdp2Run {
 };
 std::vector<Fsdp2Run> load_fsdp2_runs();
 
+/// As `uniform` in common.py: values in [0, 1) that the name alone gives, the same bits.
+std::vector<double> uniform(const std::string& name, int64_t numel);
+
 /// The folder in the source tree.
 std::string golden_dir();
 

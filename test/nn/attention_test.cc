@@ -102,11 +102,39 @@ TEST_CASE("attention: backward matches finite differences, with every option", "
   gradcheck(fn, inputs);
 }
 
+TEST_CASE("attention: window, soft-cap and scale are those of the op", "[nn]") {
+  AttentionConfig c = grouped_config();
+  c.window = 3, c.softcap = 0.2f, c.scale = 0.7f;
+  Attention attention(c);
+  attention.initialize(3);
+  CHECK(attention.kind() == "Attention(4 heads of 6, 2 kv heads, window 3, softcap 0.2, causal)");
+  const Tensor x_BTC = randn({2, 7, 10});
+  const Tensor y_BTC = attention.forward(x_BTC);
+  // A query of the last position sees the last three.
+  Tensor other = x_BTC.clone();
+  other.narrow(1, 0, 4).copy_(randn({2, 4, 10}, kF32, 9));
+  const Tensor z_BTC = attention.forward(other);
+  check_bitwise(z_BTC.narrow(1, 6, 1), y_BTC.narrow(1, 6, 1));
+  CHECK(z_BTC.narrow(1, 5, 1).to_vector() != y_BTC.narrow(1, 5, 1).to_vector());
+  const auto values = [&](auto change) {
+    AttentionConfig without = c;
+    change(without);
+    Attention module(without);
+    module.initialize(3);
+    return module.forward(x_BTC).to_vector();
+  };
+  CHECK(values([](auto&) {}) == y_BTC.to_vector());
+  CHECK(values([](auto& a) { a.softcap = 0; }) != y_BTC.to_vector());
+  CHECK(values([](auto& a) { a.scale = 0; }) != y_BTC.to_vector());
+}
+
 TEST_CASE("attention: a cache gives what the whole row gives", "[nn]") {
-  for (const bool alibi : {false, true}) {
+  for (const char* kind : {"rope", "alibi", "window"}) {
+    const bool alibi = kind == std::string_view("alibi");
     AttentionConfig c = grouped_config();
     c.alibi = alibi;
     if (!alibi) c.rope = RopeOptions{};
+    if (kind == std::string_view("window")) c.window = 3, c.softcap = 0.5f;
     Attention attention(c);
     attention.initialize(3);
     NoGrad no_grad;
@@ -201,6 +229,18 @@ TEST_CASE("attention: impossible sizes are named", "[nn]") {
           c.head_width = 5;
           c.rope = RopeOptions{};
         }).starts_with("Attention: rotary positions need an even head width, got 5"));
+  CHECK(error([](auto& c) {
+          c.window = -1;
+        }).starts_with("Attention: a window must not be negative and needs causal, got -1"));
+  CHECK(error([](auto& c) {
+          c.window = 4, c.causal = false;
+        }).starts_with("Attention: a window must not be negative and needs causal, got 4"));
+  CHECK(error([](auto& c) {
+          c.softcap = -3;
+        }).starts_with("Attention: softcap must be finite and not negative, got -3"));
+  CHECK(error([](auto& c) {
+          c.softcap = 3, c.alibi = true;
+        }).starts_with("Attention: alibi and a softcap of 3 do not go together"));
   Attention attention(grouped_config());
   CHECK(error_of([&] {
           attention.forward(randn({3, 10}));

@@ -130,6 +130,14 @@ int32_t next_token(LanguageModel& model, std::span<const int32_t> row) {
   return static_cast<int32_t>(std::max_element(logits.begin(), logits.end()) - logits.begin());
 }
 
+/// The same with a window of 4 in the first layer and soft-caps.
+Llama windowed_llama() {
+  LlamaConfig c = tiny_llama().config();
+  c.window = 4, c.window_layers = "wf";
+  c.attn_softcap = 1, c.logit_softcap = 2;
+  return Llama(c);
+}
+
 void check_greedy(LanguageModel& model) {
   model.initialize(4);
   GenerateOptions options;
@@ -150,6 +158,8 @@ void check_greedy(LanguageModel& model) {
 TEST_CASE("generate: greedy text is that of repeated forwards without a cache", "[generate]") {
   Llama llama = tiny_llama();
   check_greedy(llama);
+  Llama windowed = windowed_llama();
+  check_greedy(windowed);
   Gpt2 gpt2 = tiny_gpt2();
   check_greedy(gpt2);
 }

@@ -2,11 +2,14 @@
 
 #include "test/golden/golden.h"
 
+#include <nlohmann/json.hpp>
+
 #include "core/autograd.h"
 #include "core/runtime/context.h"
 #include "kernels/reduce/reduce.h"
 #include "optim/adamw.h"
 #include "optim/schedule.h"
+#include "test/temp_dir.h"
 #include "test/testing.h"
 
 namespace tessera::testing {
@@ -133,6 +136,83 @@ TEST_CASE("golden: every gradient of the first step", "[golden]") {
       }
     }
   }
+}
+
+/// Values by name as make_gemma2.py has them: uniform in [-1, 1).
+Tensor gemma2_values(const std::string& name, const Shape& shape) {
+  std::vector<double> values = uniform(name, shape.numel());
+  for (double& value : values) value = (value - 0.5) * 2;
+  return from_values(values, shape, kF64);
+}
+
+/// Within `kGemma2Tolerance` of the largest: transformers' softmax and loss are f32.
+constexpr double kGemma2Tolerance = 1e-6;
+void check_gemma2(const Tensor& actual, const nlohmann::json& expected, const char* what) {
+  const std::vector<double> values = expected;
+  double largest = 0;
+  for (const double value : values) largest = std::max(largest, std::fabs(value));
+  check_close(actual.to_vector(), values, kGemma2Tolerance * largest, what);
+}
+
+TEST_CASE("golden: attention of Gemma 2, with and without a window", "[golden]") {
+  nn::ParameterDtype dtype(kF64);
+  const auto golden = nlohmann::json::parse(read_file(golden_dir() + "/gemma2.json"));
+  nn::AttentionConfig c;
+  c.width = golden["width"];
+  c.num_heads = golden["num_heads"], c.num_kv_heads = golden["num_kv_heads"];
+  c.head_width = golden["head_width"];
+  c.scale = static_cast<float>(1 / std::sqrt(golden["query_scalar"].get<double>()));
+  c.softcap = golden["attn_softcap"];
+  c.rope = RopeOptions{.theta = golden["rope_theta"]};
+  const Shape shape{golden["batch"], golden["num_tokens"], c.width};
+  const int64_t q_rows = c.num_heads * c.head_width, kv_rows = c.num_kv_heads * c.head_width;
+  for (size_t layer = 0; layer < 2; ++layer) {
+    const auto& expected = golden["layers"][layer];
+    c.window = expected["window"];
+    INFO("layer " << layer << ", window " << c.window);
+    nn::Attention attention(c);
+    const Tensor qkv = attention.parameter("qkv.weight").tensor;
+    const Tensor out = attention.parameter("out.weight").tensor;
+    const auto weight = [&](const char* name, int64_t rows, int64_t cols) {
+      return gemma2_values(fmt::format("{}.{}.weight", layer, name), {rows, cols});
+    };
+    qkv.detach().narrow(0, 0, q_rows).copy_(weight("q_proj", q_rows, c.width));
+    qkv.detach().narrow(0, q_rows, kv_rows).copy_(weight("k_proj", kv_rows, c.width));
+    qkv.detach().narrow(0, q_rows + kv_rows, kv_rows).copy_(weight("v_proj", kv_rows, c.width));
+    out.detach().copy_(weight("o_proj", c.width, q_rows));
+    Tensor x_BTC = gemma2_values("hidden", shape);
+    x_BTC.set_requires_grad(true);
+    const Tensor y_BTC = attention.forward(x_BTC);
+    check_gemma2(y_BTC, expected["y"], "y");
+    backward(y_BTC, gemma2_values("upstream", shape));
+    check_gemma2(x_BTC.grad(), expected["dx"], "dx");
+    check_gemma2(qkv.grad().narrow(0, 0, q_rows), expected["d_q_proj"], "dq");
+    check_gemma2(qkv.grad().narrow(0, q_rows, kv_rows), expected["d_k_proj"], "dk");
+    check_gemma2(qkv.grad().narrow(0, q_rows + kv_rows, kv_rows), expected["d_v_proj"], "dv");
+    check_gemma2(out.grad(), expected["d_o_proj"], "do");
+  }
+}
+
+TEST_CASE("golden: capped logits of Gemma 2 and their loss", "[golden]") {
+  nn::ParameterDtype dtype(kF64);
+  const auto golden = nlohmann::json::parse(read_file(golden_dir() + "/gemma2.json"));
+  const auto& expected = golden["head"];
+  const int64_t B = golden["batch"], T = golden["num_tokens"], C = golden["width"],
+                V = golden["vocab_size"];
+  nn::LmHead head(C, V, nn::Init::normal(0, 1), golden["logit_softcap"]);
+  const Tensor w = head.weight();
+  w.detach().copy_(gemma2_values("lm_head", {V, C}));
+  Tensor x_BTC = gemma2_values("hidden", {B, T, C});
+  x_BTC.set_requires_grad(true);
+  check_gemma2(head.forward(x_BTC), expected["logits"], "logits");
+  const std::vector<int32_t> labels = expected["labels"];
+  const LossSum loss =
+      head.forward(x_BTC, from_values(std::span<const int32_t>(labels), {B, T}), {});
+  const double count = loss.count.item();
+  CHECK(relative(loss.sum.item() / count, expected["loss"]) < kGemma2Tolerance);
+  backward(loss.sum, full({}, 1 / count, kF64));
+  check_gemma2(x_BTC.grad(), expected["dx"], "dx");
+  check_gemma2(w.grad(), expected["dw"], "dw");
 }
 
 TEST_CASE("golden: the wrong GELU leaves the curves", "[golden]") {

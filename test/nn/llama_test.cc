@@ -1,6 +1,7 @@
 #include "nn/llama.h"
 
 #include "kernels/loss/loss.h"
+#include "kernels/matmul/matmul.h"
 #include "test/nn/model_checks.h"
 
 namespace tessera::nn {
@@ -27,6 +28,14 @@ LlamaConfig tiny() {
   c.head_width = 4;
   c.ffn_width = 10;
   c.init_stddev = 0.3;
+  return c;
+}
+
+/// With a window in the first of two layers and soft-caps that bend.
+LlamaConfig gemma_like() {
+  LlamaConfig c = tiny();
+  c.window = 3, c.window_layers = "wf";
+  c.attn_softcap = 0.5f, c.logit_softcap = 1.5f;
   return c;
 }
 
@@ -92,6 +101,56 @@ TEST_CASE("llama: defaults and operations per token", "[llama]") {
   Llama grouped(tiny());
   const double matrices = 2.0 * ((4 + 2 * 2) * 4 * 8 + 4 * 4 * 8 + 3 * 8 * 10) + 23 * 8;
   CHECK(grouped.flops_per_token(7) == 6 * (matrices + 2.0 * 4 * 4 * 7));
+  // One layer with a window of 3 of 9: 2 * 3 - 9 / 9 instead of 9.
+  CHECK(Llama(gemma_like()).flops_per_token(9) == 6 * (matrices + 4.0 * 4 * (9 + 5)));
+  CHECK(Llama(gemma_like()).flops_per_token(3) == 6 * (matrices + 4.0 * 4 * (3 + 3)));
+}
+
+TEST_CASE("llama: a layer sees its window, the layers above it further", "[llama]") {
+  LlamaConfig c = tiny();
+  c.window = 3;
+  const auto last_to_see_token_0 = [&](const std::string& layers) {
+    LlamaConfig of_layers = c;
+    of_layers.window_layers = layers;
+    Llama model(of_layers);
+    model.initialize(1);
+    const Tensor ids_BT = randint(0, 22, {1, 9});
+    Tensor other = ids_BT.clone();
+    other.narrow(1, 0, 1).fill_(22);
+    const Tensor before = model.logits(ids_BT), after = model.logits(other);
+    int64_t last = 0;
+    for (int64_t t = 0; t < 9; ++t) {
+      if (before.narrow(1, t, 1).to_vector() != after.narrow(1, t, 1).to_vector()) last = t;
+    }
+    return last;
+  };
+  CHECK(last_to_see_token_0("w") == 4);
+  CHECK(last_to_see_token_0("wf") == 8);
+  CHECK(last_to_see_token_0("fw") == 8);
+  CHECK(last_to_see_token_0("ffw") == 8);
+  c.num_layers = 1;
+  CHECK(last_to_see_token_0("wf") == 2);
+}
+
+TEST_CASE("llama: logits are capped, and so in the loss", "[llama]") {
+  for (const bool tied : {true, false}) {
+    LlamaConfig c = gemma_like();
+    c.tied = tied;
+    Llama model(c);
+    model.initialize(1);
+    const Tensor ids_BT = randint(0, 23, {3, 7}), targets_BT = randint(0, 23, {3, 7}, kI64, 2);
+    const Tensor logits = model.logits(ids_BT);
+    double largest = 0;
+    for (const double x : logits.to_vector()) largest = std::max(largest, std::fabs(x));
+    CHECK(largest <= 1.5);
+    const Tensor hidden = model.forward(ids_BT);
+    const Tensor& weight = model.parameter(tied ? "embed.weight" : "head.weight").tensor;
+    std::vector<double> expected = linear(hidden, weight).to_vector();
+    for (double& x : expected) x = 1.5 * std::tanh(x / 1.5);
+    check_close(logits.to_vector(), expected, tol(kF32, 8));
+    check_close(model.loss(ids_BT, targets_BT).sum, cross_entropy(logits, targets_BT).sum,
+                tol(kF32, 21));
+  }
 }
 
 TEST_CASE("llama: names of the parameters", "[llama]") {
@@ -132,11 +191,14 @@ TEST_CASE("llama: backward matches finite differences", "[llama]") {
   Llama model(c);
   model.initialize(1);
   check_gradients(model);
+  Llama capped(gemma_like());
+  capped.initialize(1);
+  check_gradients(capped);
 }
 
 TEST_CASE("llama: a gradient scale known early changes nothing", "[llama]") {
   for (const bool tied : {false, true}) {
-    LlamaConfig c = tiny();
+    LlamaConfig c = tied ? gemma_like() : tiny();
     c.tied = tied;
     Llama model(c);
     model.initialize(1);
@@ -153,6 +215,9 @@ TEST_CASE("llama: recompute gives the same bits", "[llama]") {
   model.initialize(1);
   using Kind = RecomputePolicy::Kind;
   check_recompute(model, {{Kind::kFull, 1}, {Kind::kSelective, 1}});
+  Llama capped(gemma_like());
+  capped.initialize(1);
+  check_recompute(capped, {{Kind::kFull, 1}, {Kind::kSelective, 1}});
 }
 
 TEST_CASE("llama: a cache gives the same logits", "[llama]") {
@@ -161,6 +226,9 @@ TEST_CASE("llama: a cache gives the same logits", "[llama]") {
   Llama model(c);
   model.initialize(1);
   check_cache(model);
+  Llama capped(gemma_like());
+  capped.initialize(1);
+  check_cache(capped);
 }
 
 TEST_CASE("llama: packed documents do not see each other", "[llama]") {
@@ -175,6 +243,10 @@ TEST_CASE("llama: packed documents do not see each other", "[llama]") {
   check_close(packed.narrow(1, 3, 3), alone, 2e-6);
   const Tensor other = model.logits(from_values({9, 9, 9, 1, 2, 7}, {1, 6}), options);
   check_bitwise(other.narrow(1, 3, 3), packed.narrow(1, 3, 3));
+  Llama capped(gemma_like());
+  capped.initialize(1);
+  check_close(capped.logits(ids_BT, options).narrow(1, 3, 3),
+              capped.logits(from_values({1, 2, 7}, {1, 3})), 2e-6);
 }
 
 TEST_CASE("llama: bf16 stays near f32", "[llama]") {
@@ -216,6 +288,15 @@ TEST_CASE("llama: impossible sizes are named", "[llama]") {
   CHECK(error([](auto& c) {
           c.ffn_width = -1;
         }).starts_with("Llama: ffn_width must be positive, got -1"));
+  CHECK(error([](auto& c) { c.window = -2; }).starts_with("Llama: window must not be negative"));
+  for (const char* layers : {"", "wx", "W"}) {
+    CHECK(error([&](auto& c) { c.window_layers = layers; })
+              .starts_with(
+                  fmt::format("Llama: window_layers must be letters w and f, got \"{}\"", layers)));
+  }
+  CHECK(error([](auto& c) {
+          c.logit_softcap = -1;
+        }).starts_with("Llama: a softcap must be finite and not negative, got -1"));
 }
 
 }  // namespace
