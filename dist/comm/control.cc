@@ -51,8 +51,7 @@ void Control::barrier(const char* name) {
 void Control::all_gather(void* all, const void* mine, int64_t nbytes, const char* name) {
   has_thrown_verdict_ = false;
   const CollectiveScope scope(*log_, name, {}, nbytes);
-  transport_->set_tag(CallTag(next_sequence_++, name, {}));
-  transport_->all_gather(all, mine, nbytes);
+  transport_->all_gather(CallTag(next_sequence_++, name, {}), all, mine, nbytes);
 }
 
 template <class T>
@@ -81,8 +80,7 @@ void Control::broadcast(void* data, int64_t nbytes, int root) {
   TESSERA_CHECK(root >= 0 && root < world_size(), "broadcast: root {} is not in [0, {})", root,
                 world_size());
   const CollectiveScope scope(*log_, "control broadcast", {}, nbytes);
-  transport_->set_tag(CallTag(next_sequence_++, "control broadcast", {}));
-  transport_->broadcast(data, nbytes, root);
+  transport_->broadcast(CallTag(next_sequence_++, "control broadcast", {}), data, nbytes, root);
 }
 
 std::string Control::broadcast(const std::string& text, int root) {

@@ -22,8 +22,9 @@ struct NcclOptions {
 void set_nccl_options(const NcclOptions& options);
 NcclOptions nccl_options();
 
-/// Why NCCL cannot be used in this process, one clause ("libnccl.so.2 cannot be loaded"); empty if
-/// it can. The library is opened at the first call.
+/// Why NCCL cannot be used in this process, one clause ("libnccl.so.2 cannot be loaded (...)");
+/// empty if it can. The library is opened at the first call: the file that the environment variable
+/// TESSERA_NCCL names, or libnccl.so.2 where the loader or the toolkit has it.
 const std::string& nccl_problem();
 
 /// A Comm of the ranks of `transport` whose collectives run in CUDA streams of the current device,
@@ -32,16 +33,5 @@ const std::string& nccl_problem();
 /// Errors   CommError with NCCL's words; a call of an aborted communicator poisons its stream
 std::unique_ptr<Comm> make_nccl_comm(std::shared_ptr<HostTransport> transport,
                                      std::shared_ptr<Watchdog> watchdog);
-
-/// The same through host memory: copied out, exchanged by `transport` on a thread of its own, and
-/// copied back, in the order of the stream and without blocking the host. For ranks that share a
-/// device, and where NCCL is not installed.
-std::unique_ptr<Comm> make_staged_comm(std::shared_ptr<HostTransport> transport,
-                                       std::shared_ptr<Watchdog> watchdog);
-
-/// The communicator that fits the device of the current Context: NCCL, if it can be used and no two
-/// ranks share a device, else through host memory, which rank 0 logs. Collective.
-std::unique_ptr<Comm> make_device_comm(std::shared_ptr<HostTransport> transport,
-                                       std::shared_ptr<Watchdog> watchdog);
 
 }  // namespace tessera::dist

@@ -1,19 +1,16 @@
 #include "dist/comm/node_memory.h"
 
 #include <fcntl.h>
-#include <linux/futex.h>
-#include <sched.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
-#include <chrono>
 #include <cstring>
-#include <new>
 #include <random>
+
+#include "core/check.h"
 
 namespace tessera::dist {
 
@@ -22,10 +19,6 @@ namespace {
 constexpr int64_t kPage = 4096;
 constexpr int64_t kHugePage = int64_t{2} << 20;
 constexpr int64_t kMaxAddresses = int64_t{1} << 44;  // of the 2^47 of a process, for all ranks
-// As long as waking a thread that sleeps takes: whoever comes a little late would otherwise cost
-// the others that, which then come late to the next meeting.
-constexpr std::chrono::microseconds kSpin{50};
-constexpr timespec kAbortPeriod{0, 20'000'000};  // between looks for an end of the World
 
 int64_t round_up(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
@@ -147,151 +140,6 @@ int64_t NodeMemory::offset_of(const void* data) const {
   if (own_ == nullptr || address < base) return -1;
   const auto offset = static_cast<int64_t>(address - base);
   return offset < handle_.nbytes ? offset : -1;
-}
-
-// What all ranks write; in the part of the first.
-struct alignas(64) NodeBoard::Shared {
-  std::atomic<uint32_t> generation{0};  // the word that ranks sleep on
-  std::atomic<uint32_t> num_sleeping{0};
-  alignas(64) std::atomic<uint32_t> num_arrived{0};
-};
-static_assert(std::atomic<uint32_t>::is_always_lock_free && sizeof(std::atomic<uint32_t>) == 4);
-
-struct NodeBoard::Published {
-  static constexpr int64_t kNowhere = -1, kCarried = -2;
-
-  int64_t sequence = -1;
-  uint64_t hash = 0;
-  int64_t nbytes = 0;
-  int detail = 0;
-  int64_t place = kNowhere;  // offset in the memory of its rank
-  char name[160] = {};       // for messages
-};
-
-// Of one rank. Two places in turn: who is in the next call has read the one before, and nobody is
-// in the one after that.
-struct NodeBoard::Part {
-  Shared shared;
-  Published published[2];
-  alignas(64) std::byte carried[2][kInlineNbytes];
-};
-
-int64_t NodeBoard::make_part(NodeMemory& memory) {
-  void* data = memory.allocate(sizeof(Part));
-  if (data == nullptr) throw CommError("World: no shared memory left for a communicator");
-  auto* part = new (data) Part;  // the carried bytes are not touched
-  return memory.offset_of(part);
-}
-
-NodeBoard::NodeBoard(NodeMemory& memory, std::vector<int> ranks, std::vector<int> node_ranks,
-                     std::vector<int64_t> parts, int me, std::function<void()> throw_if_aborted)
-    : memory_(memory),
-      ranks_(std::move(ranks)),
-      node_ranks_(std::move(node_ranks)),
-      me_(me),
-      throw_if_aborted_(std::move(throw_if_aborted)) {
-  for (size_t i = 0; i < ranks_.size(); ++i) {
-    parts_.push_back(reinterpret_cast<Part*>(memory_.at(node_ranks_[i], parts[i])));
-  }
-}
-
-void NodeBoard::enter(const Call& call) {
-  turn_ ^= 1;
-  Part& mine = *parts_[static_cast<size_t>(me_)];
-  Published& p = mine.published[turn_];
-  p.sequence = call.tag.sequence;
-  p.hash = call.tag.hash;
-  p.nbytes = call.nbytes;
-  p.detail = call.detail;
-  if (call.data_nbytes <= kInlineNbytes) {
-    p.place = Published::kCarried;
-    if (call.data_nbytes > 0) {
-      std::memcpy(mine.carried[turn_], call.data, static_cast<size_t>(call.data_nbytes));
-    }
-  } else {
-    const int64_t offset = memory_.offset_of(call.data);
-    p.place = offset >= 0 ? offset : Published::kNowhere;
-  }
-  const std::string name = call.tag.sequence < 0 ? call.op : call.tag.to_string();
-  const size_t length = name.copy(p.name, sizeof p.name - 1);
-  p.name[length] = '\0';
-  meet();
-  check_agreement(call);
-}
-
-void NodeBoard::check_agreement(const Call& call) const {
-  const Published& mine = part(me_).published[turn_];
-  for (size_t i = 0; i < parts_.size(); ++i) {
-    const Published& p = part(static_cast<int>(i)).published[turn_];
-    const bool is_same = p.sequence == mine.sequence && p.hash == mine.hash;
-    if (!is_same || (mine.sequence < 0 && std::strcmp(p.name, mine.name) != 0)) {
-      throw CommError(fmt::format("{}: the ranks disagree: rank {} calls {}, rank {} calls {}",
-                                  call.op, ranks_[static_cast<size_t>(me_)], mine.name, ranks_[i],
-                                  p.name));
-    }
-    if (p.nbytes != mine.nbytes) {
-      throw CommError(fmt::format("{}: the ranks disagree: expected {} bytes from rank {}, got {}",
-                                  mine.name, mine.nbytes, ranks_[i], p.nbytes));
-    }
-    if (p.detail != mine.detail) {
-      throw CommError(fmt::format("{}: the ranks disagree: dtypes or root of rank {} and {} differ",
-                                  call.op, ranks_[static_cast<size_t>(me_)], ranks_[i]));
-    }
-  }
-}
-
-bool NodeBoard::has_data(int place) const {
-  return part(place).published[turn_].place != Published::kNowhere;
-}
-
-bool NodeBoard::all_have_data() const {
-  for (int i = 0; i < static_cast<int>(parts_.size()); ++i) {
-    if (!has_data(i)) return false;
-  }
-  return true;
-}
-
-bool NodeBoard::none_has_data() const {
-  for (int i = 0; i < static_cast<int>(parts_.size()); ++i) {
-    if (has_data(i)) return false;
-  }
-  return true;
-}
-
-const void* NodeBoard::data(int place) const {
-  const Part& theirs = part(place);
-  const int64_t where = theirs.published[turn_].place;
-  if (where == Published::kCarried) return theirs.carried[turn_];
-  return memory_.at(node_ranks_[static_cast<size_t>(place)], where);
-}
-
-void NodeBoard::meet() {
-  Shared& shared = parts_.front()->shared;
-  const uint32_t generation = shared.generation.load(std::memory_order_relaxed);
-  if (shared.num_arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == parts_.size()) {
-    shared.num_arrived.store(0, std::memory_order_relaxed);
-    shared.generation.store(generation + 1);
-    if (shared.num_sleeping.load() > 0) {
-      syscall(SYS_futex, &shared.generation, FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
-    }
-    return;
-  }
-  const auto end = std::chrono::steady_clock::now() + kSpin;
-  do {
-    if (shared.generation.load(std::memory_order_acquire) != generation) return;
-    sched_yield();
-  } while (std::chrono::steady_clock::now() < end);
-  sleep(generation);
-}
-
-void NodeBoard::sleep(uint32_t generation) {
-  Shared& shared = parts_.front()->shared;
-  shared.num_sleeping.fetch_add(1);
-  while (shared.generation.load() == generation) {
-    throw_if_aborted_();  // which leaves num_sleeping too high: wakes for nobody, in a dying World
-    syscall(SYS_futex, &shared.generation, FUTEX_WAIT, generation, &kAbortPeriod, nullptr, 0);
-  }
-  shared.num_sleeping.fetch_sub(1);
 }
 
 }  // namespace tessera::dist

@@ -14,8 +14,9 @@
 #include "core/runtime/affinity.h"
 #include "core/runtime/context.h"
 #include "dist/comm/backend.h"
+#include "dist/comm/device_comm.h"
+#include "dist/comm/host_comm.h"
 #include "dist/comm/launcher.h"
-#include "dist/comm/nccl.h"
 
 namespace tessera::dist {
 
@@ -147,7 +148,7 @@ std::unique_ptr<Comm> World::make_comm() {
   auto transport = backend_->base()->split(0, rank());
   if (Context::current()->device().type == DeviceType::kCuda)
     return make_device_comm(std::move(transport), backend_->watchdog());
-  return std::make_unique<HostComm>(std::move(transport), backend_->watchdog());
+  return make_host_comm(std::move(transport), backend_->watchdog());
 }
 
 Control& World::control() {

@@ -44,7 +44,7 @@ check fine 2 0 10
 check throw 3 3 10 "[rank 2] error: tokens.bin: bad magic"
 check throw 1 3 10 "error: tokens.bin: bad magic"
 check unwind 3 3 10 "[rank 2] error: tokens.bin: bad magic"
-check early 2 6 10 "the ranks disagree: rank " "rank 1 calls control verdict" "rank 0 calls end of the run"
+check early 2 6 10 "end of the run: the ranks disagree: rank 0 calls end of the run (1 bytes), rank 1 calls control verdict (4 bytes)"
 TESSERA_RANKS_PER_NODE=1 check early 2 6 10 \
   "the ranks disagree: rank " "rank 1 calls control verdict" "rank 0 calls end of the run"
 check verdict 3 4 10 "[rank 2] error: shard 1: checksum differs"

@@ -173,10 +173,10 @@ TEST_CASE("comm_local: different calls are an error that names them", "[comm]") 
           "reduce_scatter: the ranks disagree: rank 0 calls reduce_scatter (32 bytes), rank 2 "
           "calls reduce_scatter (16 bytes)");
   REQUIRE(run_mismatch([](Comm& comm, const Stream& stream, float* data) {
-            comm.broadcast(stream, data, 32, 0);
+            comm.all_gather(stream, data, data, 8, kF32);
           }) ==
           "reduce_scatter: the ranks disagree: rank 0 calls reduce_scatter (32 bytes), rank 2 "
-          "calls broadcast (32 bytes)");
+          "calls all_gather (32 bytes)");
   REQUIRE(run_mismatch([](Comm& comm, const Stream& stream, float* data) {
             comm.reduce_scatter(stream, data + 32, data, 16, kBF16, kF32, false, nullptr);
           }) ==
@@ -194,13 +194,13 @@ TEST_CASE("comm: wrong arguments are named", "[comm]") {
     };
     starts_with(error_of([&] { comm->all_reduce(stream, &x, 1, kI32, nullptr); }),
                 "all_reduce: expected a floating dtype, got i32");
-    starts_with(error_of([&] { comm->all_reduce_max(stream, &x, 1, kF16, nullptr); }),
-                "all_reduce_max: expected f32, i32 or u8, got f16");
     starts_with(
         error_of([&] { comm->reduce_scatter(stream, &x, &x, 1, kI32, kF32, false, nullptr); }),
         "reduce_scatter: wire and out must be floating, got i32 and f32");
-    starts_with(error_of([&] { comm->broadcast(stream, &x, 4, 1); }),
-                "broadcast: root 1 is not in [0, 1)");
+    starts_with(error_of([&] { comm->all_gather(stream, &x, &x, -1, kI32); }),
+                "all_gather: expected a number of elements, got -1");
+    starts_with(error_of([&] { comm->allocate(-1, MemoryClass::kOther); }),
+                "allocate: expected a number of bytes, got -1");
     starts_with(error_of([&] { comm->split(-1, 0); }),
                 "split: expected a color that is not negative, got -1");
     starts_with(error_of([&] { world.control().broadcast(&x, 4, -1); }),

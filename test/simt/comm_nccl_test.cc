@@ -122,7 +122,7 @@ TEST_CASE("comm_nccl: NCCL's own reduce_scatter is a setting", "[comm][simt]") {
 
 TEST_CASE("comm_nccl: calls of streams and dtypes that it does not know are named",
           "[comm][simt]") {
-  run_ranks(2, on_devices(), [](World& world) {
+  const auto check = [](World& world) {
     const auto comm = world.make_comm();
     const Stream cpu = make_stream({}, "cpu");
     const Stream& cuda = Context::current()->compute();
@@ -130,8 +130,8 @@ TEST_CASE("comm_nccl: calls of streams and dtypes that it does not know are name
       expect(text.rfind(start, 0) == 0, "got \"{}\"", text);
     };
     const Buffer<double> x({1.0, 2.0});
-    starts_with(error_of([&] { comm->broadcast(cpu, x.data(), 8, 0); }),
-                "broadcast: this communicator moves memory of CUDA devices, the stream is on cpu");
+    starts_with(error_of([&] { comm->all_gather(cpu, x.data(), x.data(), 1, kF64); }),
+                "all_gather: this communicator moves CUDA memory, the stream is on cpu");
     starts_with(error_of([&] {
                   comm->reduce_scatter(cuda, x.data(), x.data(), 1, kF32, kF64, false, x.data());
                 }),
@@ -140,6 +140,25 @@ TEST_CASE("comm_nccl: calls of streams and dtypes that it does not know are name
                 "all_reduce: expected a floating dtype, got i32");
     starts_with(error_of([&] { comm->split(-1, 0); }),
                 "split: expected a color that is not negative, got -1");
+  };
+  run_ranks(2, on_devices(), check);
+  const SharedDevices shared(1);  // the same where they go through host memory
+  run_ranks(2, on_devices(), check);
+  expect_clean();
+}
+
+TEST_CASE("comm_nccl: staging that is missing is named", "[comm][simt]") {
+  run_ranks(3, on_devices(), [](World& world) {
+    const auto comm = world.make_comm();
+    const Stream& cuda = Context::current()->compute();
+    const Buffer<float> x(std::vector<float>(6, 1.0f));
+    expect(error_of([&] { comm->all_reduce(cuda, x.data(), 6, kF32, nullptr); }) ==
+               "all_reduce: expected 48 bytes of staging, got none",
+           "all_reduce");
+    expect(error_of([&] {
+             comm->reduce_scatter(cuda, x.data(), x.data(), 2, kF32, kF32, false, nullptr);
+           }) == "reduce_scatter: no staging, and `full` is not memory of Comm::allocate",
+           "reduce_scatter");
   });
   expect_clean();
 }
@@ -288,12 +307,14 @@ TEST_CASE("planted: a wrong count, a wrong type and a wrong order in NCCL are ca
       }) ==
       "NCCL: invalid usage; the ranks disagree: rank 0 calls ncclAllGather of 32 elements of type "
       "1, rank 1 ncclAllGather of 16 elements of type 1");
+  set_nccl_options({.native_reduce_scatter = true});
   CHECK(
       run([](Comm& comm, const Stream& stream, float* data) {
-        comm.broadcast(stream, data, 32, 1);
+        comm.reduce_scatter(stream, data + 32, data, 8, kF32, kF32, false, nullptr);
       }) ==
       "NCCL: invalid usage; the ranks disagree: rank 0 calls ncclAllGather of 32 elements of type "
-      "1, rank 1 ncclBroadcast of 32 elements of type 1 from 1");
+      "1, rank 1 ncclReduceScatter of 8 elements of type 7");
+  set_nccl_options({});
 }
 
 TEST_CASE("planted: a send and a receive of different lengths are caught", "[comm][simt]") {

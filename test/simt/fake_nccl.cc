@@ -46,16 +46,14 @@ struct Call {
   const char* op = "";
   size_t count = 0;
   ncclDataType_t type = ncclUint8;
-  int root = -1;
   const void* send = nullptr;
 
   bool agrees_with(const Call& other) const {
-    return std::strcmp(op, other.op) == 0 && count == other.count && type == other.type &&
-           root == other.root;
+    return std::strcmp(op, other.op) == 0 && count == other.count && type == other.type;
   }
   std::string to_string() const {
     return std::string(op) + " of " + std::to_string(count) + " elements of type " +
-           std::to_string(type) + (root >= 0 ? " from " + std::to_string(root) : "");
+           std::to_string(type);
   }
 };
 
@@ -566,7 +564,7 @@ ncclResult_t ncclAllGather(const void* send, void* receive, size_t send_count, n
   if (comm == nullptr) return ncclInvalidArgument;
   const int64_t nbytes = nbytes_of(send_count, type);
   const int num_ranks = comm->group->num_ranks();
-  return submit_collective(comm, stream, {"ncclAllGather", send_count, type, -1, send},
+  return submit_collective(comm, stream, {"ncclAllGather", send_count, type, send},
                            {{send, nbytes, false}, {receive, nbytes * num_ranks, true}},
                            [receive, nbytes](const std::vector<Call>& all) {
                              for (size_t r = 0; r < all.size(); ++r) {
@@ -587,7 +585,7 @@ ncclResult_t ncclReduceScatter(const void* send, void* receive, size_t receive_c
   if (type != ncclFloat32 && type != ncclFloat64 && type != ncclBfloat16)
     return ncclInvalidArgument;
   return submit_collective(
-      comm, stream, {"ncclReduceScatter", receive_count, type, -1, send},
+      comm, stream, {"ncclReduceScatter", receive_count, type, send},
       {{send, nbytes * comm->group->num_ranks(), false}, {receive, nbytes, true}},
       [=](const std::vector<Call>& all) {
         if (type == ncclFloat32) {
@@ -600,19 +598,6 @@ ncclResult_t ncclReduceScatter(const void* send, void* receive, size_t receive_c
           add_ranks<uint16_t>(all, first, receive_count, receive, bf16_to_float, float_to_bf16);
         }
       });
-}
-
-ncclResult_t ncclBroadcast(const void* send, void* receive, size_t count, ncclDataType_t type,
-                           int root, ncclComm_t comm, cudaStream_t stream) {
-  if (comm == nullptr) return ncclInvalidArgument;
-  const int64_t nbytes = nbytes_of(count, type);
-  return submit_collective(comm, stream, {"ncclBroadcast", count, type, root, send},
-                           {{send, nbytes, false}, {receive, nbytes, true}},
-                           [=](const std::vector<Call>& all) {
-                             const void* from = all[static_cast<size_t>(root)].send;
-                             if (receive != from)
-                               std::memcpy(receive, from, static_cast<size_t>(nbytes));
-                           });
 }
 
 }  // extern "C"

@@ -80,8 +80,6 @@ ncclResult_t ncclAllGather(const void* send, void* receive, size_t send_count, n
 ncclResult_t ncclReduceScatter(const void* send, void* receive, size_t receive_count,
                                ncclDataType_t type, ncclRedOp_t op, ncclComm_t comm,
                                cudaStream_t stream);
-ncclResult_t ncclBroadcast(const void* send, void* receive, size_t count, ncclDataType_t type,
-                           int root, ncclComm_t comm, cudaStream_t stream);
 ncclResult_t ncclSend(const void* data, size_t count, ncclDataType_t type, int peer,
                       ncclComm_t comm, cudaStream_t stream);
 ncclResult_t ncclRecv(void* data, size_t count, ncclDataType_t type, int peer, ncclComm_t comm,
