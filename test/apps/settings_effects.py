@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """Each key of the settings does something: set to another value, it is seen in what a run does.
 
-    settings_effects.py APPS_DIR [--only TEXT] [--mpirun PATH]
+    settings_effects.py APPS_DIR [--only TEXT] [--mpirun PATH] [--simt PATH]
 
 For every row of `tessera-train --help` there is a row here: a run that it is added to, a value and
 what must be seen of it in losses, in the tasks of the streams (the timeline), in memory, files or
-exit status; the resolved configuration does not count. Where a key may not change numbers, losses
+exit status; the resolved configuration does not count. Keys of CUDA act in the trainer of the emulated
+device: with --simt they are tried, and only they. Where a key may not change numbers, losses
 and norms must be the same bits. A key without a row, or a row without its key, fails.
 """
 import argparse
@@ -131,7 +132,8 @@ class Runs:
     def start(self, keys, ranks, directory, watch, stop, variables=None):
         keys.setdefault("output.dir", os.path.join(directory, "out"))
         keys.setdefault("debug.trace", os.path.join(directory, "trace.json"))
-        command = [os.path.join(self.apps, "tessera-train")]
+        is_simt = keys.get("device") == "cuda" and self.options.simt
+        command = [self.options.simt if is_simt else os.path.join(self.apps, "tessera-train")]
         for key, value in keys.items():
             value = re.sub(r"@(\w+)@", lambda m: self.paths[m[1]], str(value))
             value = value.replace("@DIR", directory)
@@ -141,7 +143,8 @@ class Runs:
             command = [self.options.mpirun, "--oversubscribe", "--bind-to", "none", "-n",
                        str(ranks)] + command
         env = dict(os.environ, OMP_WAIT_POLICY="passive", OMPI_ALLOW_RUN_AS_ROOT="1",
-                   OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1", **(variables or {}))
+                   OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1", ASAN_OPTIONS="detect_leaks=0",
+                   **(variables or {}))
         log = os.path.join(directory, "log")
         start = time.monotonic()
         # Apart, or a warning may stand in the middle of a line.
@@ -203,6 +206,8 @@ NAN = {"debug.nan_step": 3, "guard.max_skips": 1}
 SPIKE = {"guard.spike": "skip", "guard.spike_window": 2, "guard.spike_z": 1e-3,
          "train.steps": 12, "optim.lr": 1.0, "optim.final_lr": 1.0, "guard.max_spikes": 100}
 SAVES = {"checkpoint.every": 1, "train.steps": 6, "checkpoint.best": "false"}
+SIMT = {"device": "cuda", "model.layers": 1, "train.steps": 2, "debug.trace": "",
+        "precision.param_dtype": "f32"}
 SCALED = {"model.rope_scaling": "llama3", "model.rope_factor": 8.0,
           "model.rope_original_context": 16}
 
@@ -475,6 +480,11 @@ ROWS = [
     Row("memory.empty_cache_every", 1, lambda a, b: a.steps[-1]["reserved_bytes"] >
         b.steps[-1]["reserved_bytes"], {"model.width": 128, "model.context": 200,
                                         "train.micro_batch": 4}, same=True),
+    # The library has a workspace and adds in another order.
+    Row("kernels.gemm", "own", lambda a, b: a.status == b.status == 0 and
+        (a.values("peak_bytes") > b.values("peak_bytes") or other_numbers(a, b)), SIMT),
+    Row("kernels.attention", "cudnn", lambda a, b: a.status == 0 and b.status == 2 and
+        "kernels.attention = cudnn, but " in b.text, SIMT, env={"TESSERA_CUDNN": "/nowhere/lib.so"}),
     Row("output.dir", "@DIR/elsewhere", lambda a, b: "elsewhere/metrics.jsonl" in b.files()),
     Row("output.overwrite", "true", lambda a, b: a.status == 2 and b.values("step") == [1, 2, 3, 4],
         resume=True),
@@ -545,8 +555,6 @@ ROWS = [
 # Keys whose effect cannot be seen by a run of these programs on this machine: the file of the test
 # that sees it, and its name.
 ELSEWHERE = {
-    "kernels.attention": ("apps/trainer_test.cc", "the keys of kernels choose who computes"),
-    "kernels.gemm": ("apps/trainer_test.cc", "the keys of kernels choose who computes"),
     "dist.nccl_reduce": ("apps/trainer_test.cc", "the keys of NCCL reach its communicators"),
     "dist.nccl_max_ctas": ("apps/trainer_test.cc", "the keys of NCCL reach its communicators"),
     "memory.split":
@@ -669,9 +677,36 @@ def dropout_masks():
         yield f"with one sample and no update the losses of four steps are {losses}, expected four"
 
 
+def generate_options():
+    """Each option of tessera-generate, by the text. A character is a token."""
+    out = os.path.join(RUNS.run(BASE | {"data.tokenizer": "char"}).dir, "out")
+
+    def text(**given):
+        options = {"prompt": "line "} | given
+        done = RUNS.tool("tessera-generate", "--checkpoint", out, "--device", "cpu", *(
+            f"--{name.replace('_', '-')}={value}" for name, value in options.items()))
+        return done.stdout if done.returncode == 0 else done.stderr
+    plain, greedy = text(), text(temperature=0)
+    for what, holds in {
+            "the same text twice": text() == plain,
+            "200 tokens behind the prompt": plain.startswith("line ") and len(plain) == 5 + 200 + 1,
+            "--tokens=7": text(tokens=7) == plain[:5 + 7] + "\n",
+            "--tokens=0": text(tokens=0) == "line \n",
+            "--prompt=easy": text(prompt="easy").startswith("easy") and len(text(prompt="easy")) == 205,
+            "--seed=2": text(seed=2)[:5] == "line " and text(seed=2) != plain,
+            "--temperature=0 is greedy": greedy != plain,
+            "--temperature=3": len(text(temperature=3)) == 206 and text(temperature=3) != plain,
+            "--top-k=1 is greedy": text(top_k=1) == greedy,
+            "--top-p=1e-9 is greedy": text(top_p=1e-9) == greedy,
+            "--threads=3": text(threads=3) == plain}.items():
+        if not holds:
+            yield f"{what}: not seen in what tessera-generate prints"
+
+
 # What a run says that is of no single key.
 CHECKS = {"metrics of time": metrics_of_time, "metrics of memory": metrics_of_memory,
-          "metrics of waits": metrics_of_waits, "dropout masks": dropout_masks}
+          "metrics of waits": metrics_of_waits, "dropout masks": dropout_masks,
+          "generate options": generate_options}
 
 
 def main():
@@ -680,6 +715,7 @@ def main():
     parser.add_argument("apps", help="the directory of the programs")
     parser.add_argument("--only", default="", help="keys and checks that contain this text")
     parser.add_argument("--mpirun", default="mpirun")
+    parser.add_argument("--simt", help="tessera-train-simt: rows of CUDA alone")
     options = parser.parse_args()
     RUNS = Runs(options)
     failures = num_tried = 0
@@ -711,7 +747,7 @@ def main():
             print(f"FAILED {key}: a row without a key")
             failures += 1
         for row in ROWS:
-            if options.only not in row.key:
+            if options.only not in row.key or (row.base is SIMT) != bool(options.simt):
                 continue
             problem = ""
             num_tried += 1
@@ -728,7 +764,7 @@ def main():
                 print(f"FAILED {row.key} = {row.value}: {problem}", flush=True)
                 print("  " + "\n  ".join(after.text.splitlines()[-3:]))
         for name, check in CHECKS.items():
-            if options.only not in name:
+            if options.only not in name or options.simt:
                 continue
             num_tried += 1
             for problem in check():
