@@ -356,8 +356,8 @@ TEST_CASE("attention: a window that holds every key is none, bit for bit", "[att
   }
 }
 
-TEST_CASE("attention: tiles of keys outside the window are not visited", "[attention]") {
-  // Value 0 of probability 0 times NaN would be NaN.
+TEST_CASE("attention: tiles outside the window are not visited", "[attention]") {
+  // Probability 0 times NaN would be NaN.
   const double nan = std::numeric_limits<double>::quiet_NaN();
   const Case c{1, 40, 500, 2, 1, 8, true, false, false, 0, 60};
   const int64_t first = (500 - 40 + 1 - 60) / 64 * 64;  // of the first tile that holds a seen key
@@ -374,6 +374,18 @@ TEST_CASE("attention: tiles of keys outside the window are not visited", "[atten
     const std::vector<double> zeros(static_cast<size_t>(first * c.K * c.D), 0.0);
     CHECK(expected.dk.narrow(1, 0, first).to_vector() == zeros);
     CHECK(expected.dv.narrow(1, 0, first).to_vector() == zeros);
+  }
+  // Keys before 128 are seen by queries before 128 + 60 - 1.
+  const Case square{1, 300, 300, 1, 1, 8, true, false, false, 0, 60};
+  for (const DType dtype : {kF32, kBF16}) {
+    const Inputs in = make_inputs(square, dtype);
+    const Results expected = run(in, options_of(square));
+    Inputs other{in.q.detach().clone(), in.k, in.v, in.d_out.clone()};
+    for (const Tensor& x : {other.q, other.d_out}) x.narrow(1, 192, 108).fill_(nan);
+    other.q.set_requires_grad(true);
+    const Results changed = run(other, options_of(square));
+    check_bitwise(changed.dk.narrow(1, 0, 128), expected.dk.narrow(1, 0, 128));
+    check_bitwise(changed.dv.narrow(1, 0, 128), expected.dv.narrow(1, 0, 128));
   }
 }
 
