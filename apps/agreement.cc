@@ -1,13 +1,12 @@
 #include "apps/agreement.h"
 
-#include <fmt/ranges.h>
-
 #include <algorithm>
 #include <map>
 #include <nlohmann/json.hpp>
 
 #include "apps/checkpointing.h"
 #include "core/build_id.h"
+#include "core/text.h"
 #include "dist/checkpoint/manifest.h"
 
 namespace tessera::apps {
@@ -17,11 +16,11 @@ using Json = nlohmann::ordered_json;
 
 constexpr size_t kMaxNamed = 5;        // differences in a message
 constexpr size_t kMaxValueBytes = 80;  // of a value in it
+constexpr size_t kMaxNbytes = 1000;    // of all differences
 
 /// What nobody has to be told in full.
-std::string cut(std::string text) {
-  if (text.size() <= kMaxValueBytes) return text;
-  return text.substr(0, kMaxValueBytes) + "...";
+std::string cut(const std::string& text) {
+  return shorten(text, kMaxValueBytes);
 }
 
 uint64_t hash_of(const std::vector<Fact>& facts) {
@@ -44,7 +43,7 @@ std::string ranks_text(const std::vector<int>& ranks) {
                                 : fmt::format("{} to {}", ranks[i], ranks[end - 1]));
     i = end;
   }
-  return fmt::format("rank{} {}", ranks.size() == 1 ? "" : "s", fmt::join(runs, ", "));
+  return fmt::format("rank{} {}", ranks.size() == 1 ? "" : "s", join_few(runs));
 }
 
 std::string to_text(const std::vector<Fact>& facts) {
@@ -78,11 +77,7 @@ std::string difference(const std::string& key,
   for (const std::string& value : values) {
     texts.push_back(fmt::format("{} on {}", shown[value], ranks_text(ranks[value])));
   }
-  const size_t num_named = std::min(texts.size(), kMaxNamed);
-  std::string text = fmt::format(
-      "{} = {}", key, fmt::join(texts.begin(), texts.begin() + static_cast<long>(num_named), ", "));
-  if (num_named < texts.size()) text += fmt::format(" and {} more", texts.size() - num_named);
-  return text;
+  return fmt::format("{} = {}", key, join_few(texts, ", ", kMaxNamed));
 }
 
 }  // namespace
@@ -136,14 +131,9 @@ void check_agreement(dist::Control& control, const std::vector<Fact>& facts) {
     }
   }
   if (differences.empty()) differences.push_back("bytes that are not UTF-8");
-  const size_t num_named = std::min(differences.size(), kMaxNamed);
-  std::string message = fmt::format(
-      "the ranks disagree: {}",
-      fmt::join(differences.begin(), differences.begin() + static_cast<long>(num_named), "; "));
-  if (num_named < differences.size()) {
-    message += fmt::format("; and {} more keys", differences.size() - num_named);
-  }
-  const ConfigError error(message + "; expected the same on all ranks");
+  const ConfigError error(
+      fmt::format("the ranks disagree: {}; expected the same on all ranks",
+                  join_few(differences, "; ", kMaxNamed, kMaxNbytes, kMaxNbytes / 2)));
   control.verdict(&error);  // the same on all: one of them says it
 }
 

@@ -14,6 +14,7 @@
 #include "core/files.h"
 #include "core/log.h"
 #include "core/runtime/allocator.h"
+#include "core/text.h"
 #include "dist/checkpoint/durable_file.h"
 #include "dist/checkpoint/export.h"
 #include "dist/checkpoint/export_dir.h"
@@ -25,6 +26,13 @@ namespace tessera::apps {
 namespace {
 
 namespace fs = std::filesystem;
+
+/// One line, whatever names are in it.
+template <class... Args>
+void print_line(std::FILE* out, fmt::format_string<Args...> format, Args&&... args) {
+  const std::string line = fmt::format(format, std::forward<Args>(args)...);
+  fmt::print(out, "{}\n", shorten(printable(line), kMaxLineShown));
+}
 
 std::string optional_text(const std::optional<double>& value) {
   return value ? fmt::format("{}", *value) : "none";
@@ -39,14 +47,15 @@ void check(const dist::CheckpointReader& reader) {
 /// A run's directory whose run is not finished says so first.
 void print_run(const std::string& path, std::FILE* out) {
   const std::string run = describe_unfinished(path);
-  if (!run.empty()) fmt::print(out, "{}: the run {}\n", run_dir_of(path), run);
+  if (!run.empty()) print_line(out, "{}: the run {}", run_dir_of(path), run);
 }
 
 void inspect_model(const ModelState& state, std::FILE* out) {
-  fmt::print(out, "{}\nstep {}, parameters only\n{} tensors:\n", state.path(), state.step(),
-             state.names().size());
+  print_line(out, "{}", state.path());
+  print_line(out, "step {}, parameters only", state.step());
+  print_line(out, "{} tensors:", state.names().size());
   for (const std::string& name : state.names()) {
-    fmt::print(out, "  {}  f32 {}\n", name, state.shape_of(name));
+    print_line(out, "  {}  f32 {}", shorten(name), state.shape_of(name));
   }
 }
 
@@ -57,21 +66,22 @@ void inspect(const std::string& path, std::FILE* out) {
   const dist::CheckpointReader reader(newest);
   const dist::Manifest& m = reader.manifest();
   const dist::Progress& p = m.progress;
-  fmt::print(out, "{}\nrun {}, written by {} ranks of version {}\n", reader.dir(), m.run,
-             m.world_size, m.project_version);
-  fmt::print(out,
-             "step {}, {} tokens, next sample {}, {} samples a step, {} steps skipped, lr {:g}\n"
-             "validation loss {}, best {}; seed {}, data {}\n",
-             p.step, p.tokens, p.next_sample, p.samples_per_step, p.num_skipped, p.lr,
-             optional_text(p.val_loss), optional_text(p.best_val_loss), p.seed, p.data_id);
+  print_line(out, "{}", reader.dir());
+  print_line(out, "run {}, written by {} ranks of version {}", shorten(m.run), m.world_size,
+             shorten(m.project_version));
+  print_line(out,
+             "step {}, {} tokens, next sample {}, {} samples a step, {} steps skipped, lr {:g}",
+             p.step, p.tokens, p.next_sample, p.samples_per_step, p.num_skipped, p.lr);
+  print_line(out, "validation loss {}, best {}; seed {}, data {}", optional_text(p.val_loss),
+             optional_text(p.best_val_loss), p.seed, shorten(p.data_id));
   check(reader);
-  fmt::print(out, "{} files, {}, xxh64 as written:\n", m.files.size(), format_nbytes(m.nbytes()));
+  print_line(out, "{} files, {}, xxh64 as written:", m.files.size(), format_nbytes(m.nbytes()));
   for (const dist::FileRecord& file : m.files) {
-    fmt::print(out, "  {}  {} bytes  {:016x}\n", file.name, file.nbytes, file.hash);
+    print_line(out, "  {}  {} bytes  {:016x}", shorten(file.name), file.nbytes, file.hash);
   }
-  fmt::print(out, "{} tensors:\n", m.tensors.size());
+  print_line(out, "{} tensors:", m.tensors.size());
   for (const dist::TensorRecord& tensor : m.tensors) {
-    fmt::print(out, "  {}  {} {}  {} slices\n", tensor.name, tensor.dtype, tensor.shape,
+    print_line(out, "  {}  {} {}  {} slices", shorten(tensor.name), tensor.dtype, tensor.shape,
                tensor.slices.size());
   }
 }
@@ -87,7 +97,7 @@ bool verify(const std::string& path, std::FILE* out) {
   } else {
     for (const auto& place : dist::list_checkpoints(home)) dirs.push_back(place.dir);
     for (const auto& place : dist::list_incomplete(home)) {
-      fmt::print(out, "{}: incomplete, never used\n", place.dir);
+      print_line(out, "{}: incomplete, never used", place.dir);
     }
     has_model = model_step(home) >= 0;
     const std::string newest = newest_checkpoint(path);  // also in the run's checkpoint.dir
@@ -98,10 +108,10 @@ bool verify(const std::string& path, std::FILE* out) {
     try {
       const dist::CheckpointReader reader(dir);
       check(reader);
-      fmt::print(out, "{}: whole ({} files, {})\n", dir, reader.manifest().files.size(),
+      print_line(out, "{}: whole ({} files, {})", dir, reader.manifest().files.size(),
                  format_nbytes(reader.manifest().nbytes()));
     } catch (const CheckpointError& error) {
-      fmt::print(out, "{}\n", error.what());
+      print_line(out, "{}", error.what());
       all_whole = false;
     }
   }
@@ -109,10 +119,10 @@ bool verify(const std::string& path, std::FILE* out) {
     const std::string file = home + "/model.safetensors";
     try {
       const dist::SafetensorsFile model(file);
-      fmt::print(out, "{}: whole ({} tensors of step {}; it has no checksum)\n", file,
+      print_line(out, "{}: whole ({} tensors of step {}; it has no checksum)", file,
                  model.entries().size(), model_step(home));
     } catch (const InputError& error) {
-      fmt::print(out, "{}\n", error.what());
+      print_line(out, "{}", error.what());
       all_whole = false;
     }
   }
@@ -231,7 +241,7 @@ void export_model(const std::string& path, const std::string& target, const Expo
   } else {
     export_tessera(*state, target);
   }
-  fmt::print(out, "{}: parameters of step {}, from {}\n", target, state->step(), state->path());
+  print_line(out, "{}: parameters of step {}, from {}", target, state->step(), state->path());
 }
 
 void reshard(const std::string& path, const std::string& target, int64_t num_ranks,
@@ -254,7 +264,7 @@ void reshard(const std::string& path, const std::string& target, int64_t num_ran
                       target, describe_run(target)));
     }
   }
-  fmt::print(out, "{}: {} files\n", dist::reshard_checkpoint(reader, target, num_ranks), num_ranks);
+  print_line(out, "{}: {} files", dist::reshard_checkpoint(reader, target, num_ranks), num_ranks);
 }
 
 }  // namespace

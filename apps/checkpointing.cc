@@ -1,7 +1,5 @@
 #include "apps/checkpointing.h"
 
-#include <fmt/ranges.h>
-
 #include <algorithm>
 #include <random>
 
@@ -9,6 +7,7 @@
 #include "apps/run_dir.h"
 #include "core/log.h"
 #include "core/runtime/allocator.h"
+#include "core/text.h"
 #include "dist/checkpoint/choose.h"
 #include "dist/checkpoint/durable_file.h"
 
@@ -176,7 +175,7 @@ void Checkpointing::check_identity(const dist::CheckpointReader& reader,
   }
   if (changes.empty()) return;
   throw ConfigError(fmt::format("{}: {}; expected the same, or --resume.override", reader.dir(),
-                                fmt::join(changes, "; ")));
+                                join_few(changes, "; ")));
 }
 
 /// Settings that are not the checkpoint's, which the run goes on with.

@@ -7,6 +7,7 @@
 #include "apps/config.h"
 #include "apps/version.h"
 #include "core/check.h"
+#include "core/text.h"
 
 namespace tessera::apps {
 
@@ -38,7 +39,7 @@ std::optional<int> CommandLine::read(const std::vector<std::string>& arguments, 
     if (std::find(names.begin(), names.end(), arguments.front()) == names.end()) {
       const std::vector<std::string_view> views(names.begin(), names.end());
       throw ConfigError(fmt::format("command line: {}, expected one of {} (nearest: {})",
-                                    arguments.front(), fmt::join(names, ", "),
+                                    shorten(arguments.front()), fmt::join(names, ", "),
                                     nearest_name(arguments.front(), views)));
     }
   }
@@ -51,7 +52,9 @@ std::optional<int> CommandLine::read(const std::vector<std::string>& arguments, 
   } catch (const CLI::CallForVersion&) {
     return print(version_text(get_name()));
   } catch (const CLI::ParseError& error) {
-    throw ConfigError(fmt::format("command line: {} (see --help)", error.what()));
+    constexpr size_t kMaxNbytes = 600;  // it lists choices, and may have the argument
+    throw ConfigError(
+        fmt::format("command line: {} (see --help)", shorten(error.what(), kMaxNbytes)));
   }
   return std::nullopt;
 }

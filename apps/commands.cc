@@ -5,12 +5,14 @@
 #include <cstring>
 
 #include "apps/command_line.h"
+#include "apps/metrics.h"
 #include "apps/run_control.h"
 #include "apps/run_dir.h"
 #include "apps/trainer.h"
 #include "core/files.h"
 #include "core/log.h"
 #include "core/runtime/context.h"
+#include "core/text.h"
 #include "nn/generate.h"
 
 namespace tessera::apps {
@@ -53,8 +55,8 @@ Config parse_arguments(const std::vector<std::string>& arguments) {
     } else if (path.empty()) {
       path = argument;
     } else {
-      throw ConfigError(
-          fmt::format("command line: {} and {}, expected one configuration file", path, argument));
+      throw ConfigError(fmt::format("command line: {} and {}, expected one configuration file",
+                                    shorten(path), shorten(argument)));
     }
   }
   if (path.empty() && overrides.empty()) {
@@ -151,14 +153,20 @@ int generate_command(const std::vector<std::string>& arguments, dist::World& wor
     log_info("parameters of step {} of {}{}", saved.step, saved.path,
              run.empty() ? "" : ", of a run that " + run);
   }
-  if (prints) print(prompt);
-  // A token may be a part of a character; what arrives is complete in the end.
+  // A file gets the text as it is; on a terminal a model must not act by what it says. A token may
+  // be a part of a character, which a terminal gets when it is whole.
+  PrintableStream shown("\n\t");
+  const bool is_shown = prints_to_terminal();
+  const auto add = [&](const std::string& text) {
+    if (prints) print(is_shown ? shown.add(text) : text);
+  };
+  add(prompt);
   options.on_token = [&](int32_t id) {
-    if (prints) print(decode_generated(*saved.tokenizer, {id}));
+    add(decode_generated(*saved.tokenizer, {id}));
     return true;
   };
   nn::generate(*saved.model, ids, options);
-  if (prints) print("\n");
+  if (prints) print(shown.finish() + "\n");
   return 0;
 }
 

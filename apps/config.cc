@@ -23,7 +23,6 @@ namespace tessera::apps {
 namespace {
 
 constexpr double kMaxCount = 1e12;
-constexpr int64_t kMaxConfigNbytes = 1 << 20;
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr std::string_view kResolvedComment = "# The resolved configuration: every key.";
 
@@ -105,7 +104,8 @@ std::string expected_below_text(const Field& field) {
 
 [[noreturn]] void fail_value(const Field& field, const std::string& found, const std::string& where,
                              const std::string& expected) {
-  throw ConfigError(fmt::format("{}: {} = {}, expected {}", where, field.key, found, expected));
+  throw ConfigError(
+      fmt::format("{}: {} = {}, expected {}", where, field.key, shorten(found), expected));
 }
 
 [[noreturn]] void fail_value(const Field& field, const std::string& found,
@@ -135,7 +135,7 @@ void check_text(const Field& field, const std::string& value, const std::string&
     const bool is_control = byte == 0 || (is_written && (byte < 0x20 || byte == 0x7f));
     if (nbytes == 0 || is_control) {
       throw ConfigError(fmt::format("{}: {} = \"{}\": byte {:#04x} at {}, expected {}", where,
-                                    field.key, printable(value), byte, i,
+                                    field.key, shorten(printable(value)), byte, i,
                                     nbytes == 0 ? "UTF-8" : "no control character"));
     }
     i += nbytes;
@@ -147,7 +147,7 @@ void set_string(const Field& field, const std::string& value, const std::string&
   const auto& choices = field.choices;
   if (!choices.empty() && std::find(choices.begin(), choices.end(), value) == choices.end()) {
     throw ConfigError(fmt::format("{}: {} = {}, expected {} (nearest: {})", where, field.key,
-                                  quote(value), expected_text(field),
+                                  shorten(quote(value)), expected_text(field),
                                   nearest_name(value, choices)));
   }
   *std::get<std::string*>(field.value) = value;
@@ -230,7 +230,64 @@ const Field& find_field(std::span<const Field> fields, std::string_view key,
     names.push_back(field.key);
   }
   throw ConfigError(fmt::format("{}: unknown key {}, expected a known one (nearest: {})", where,
-                                key, nearest_keys(key, names)));
+                                shorten(key), nearest_keys(key, names)));
+}
+
+/// The end of the string that begins at `begin`: after its last quote, or where the text ends.
+size_t end_of_string(std::string_view text, size_t begin) {
+  const char quote = text[begin];
+  const std::string_view three = text.substr(begin, 3);
+  const bool is_long = three.size() == 3 && three[1] == quote && three[2] == quote;
+  for (size_t i = begin + (is_long ? 3 : 1); i < text.size(); ++i) {
+    if (quote == '"' && text[i] == '\\') {
+      ++i;
+    } else if (text[i] == quote && (!is_long || text.substr(i, 3) == three)) {
+      i += is_long ? 3 : 1;
+      // Up to two more quotes at the end of a long one are part of it.
+      for (int k = 0; is_long && k < 2 && i < text.size() && text[i] == quote; ++k) ++i;
+      return i;
+    } else if (text[i] == '\n' && !is_long) {
+      return i;
+    }
+  }
+  return text.size();
+}
+
+/// The parser of TOML calls itself once a level of brackets, and what it makes is as deep as the
+/// names in a dotted key are many: both are limited before it sees the text.
+void check_depth(std::string_view text, const std::string& name) {
+  constexpr int kMaxBrackets = 8, kMaxDots = 8;
+  int brackets = 0, dots = 0;
+  int64_t line = 1;
+  for (size_t i = 0; i < text.size();) {
+    const char c = text[i];
+    if (c == '"' || c == '\'') {
+      const size_t end = end_of_string(text, i);
+      line += std::count(text.begin() + static_cast<long>(i), text.begin() + static_cast<long>(end),
+                         '\n');
+      i = end;
+      continue;
+    }
+    if (c == '#') {
+      i = std::min(text.find('\n', i), text.size());
+      continue;
+    }
+    if (c == '\n') ++line;
+    if (c == '[' || c == '{') ++brackets;
+    if (c == ']' || c == '}') --brackets;
+    dots = c == '.'                                                         ? dots + 1
+           : std::string_view("\n=,[]{}").find(c) == std::string_view::npos ? dots
+                                                                            : 0;
+    if (brackets > kMaxBrackets) {
+      throw ConfigError(fmt::format("{}:{}: {} brackets inside each other, expected at most {}",
+                                    name, line, brackets, kMaxBrackets));
+    }
+    if (dots > kMaxDots) {
+      throw ConfigError(fmt::format("{}:{}: a key of more than {} names, expected section.key",
+                                    name, line, dots));
+    }
+    ++i;
+  }
 }
 
 void apply_toml(std::span<const Field> fields, const toml::table& table, const std::string& prefix,
@@ -256,7 +313,7 @@ void apply_toml(std::span<const Field> fields, const toml::table& table, const s
     if (prefix.empty() && node.is_table()) {
       const std::vector<std::string_view> names(sections.begin(), sections.end());
       throw ConfigError(fmt::format("{}: unknown section [{}], expected a known one (nearest: {})",
-                                    where, key, nearest_name(key, names)));
+                                    where, shorten(key), nearest_name(key, names)));
     }
     const Field& field = find_field(fields, key, where);
     set_from_toml(field, node, where);
@@ -271,7 +328,7 @@ void apply_overrides(std::span<const Field> fields, std::span<const std::string>
     const std::string& argument = overrides[i];
     if (!argument.starts_with("--")) {
       throw ConfigError(
-          fmt::format("{}: {}, expected --section.key=value", where, quote(argument)));
+          fmt::format("{}: {}, expected --section.key=value", where, shorten(quote(argument))));
     }
     const size_t equals = argument.find('=');
     const std::string key = argument.substr(2, equals == std::string::npos ? equals : equals - 2);
@@ -332,6 +389,11 @@ void check_head(const Config& config) {
 void check_model(const Config& config) {
   const ModelConfig& m = config.model;
   check_ids(config);
+  if (!m.ignore_keys.empty() && m.from.empty()) {
+    fail_at(config, "model.ignore_keys",
+            "model.ignore_keys = {} without model.from, expected the model that has them",
+            shorten(quote(m.ignore_keys)));
+  }
   if (m.max_positions != 0 && m.max_positions < m.context) {
     fail_at(config,
             config.is_given("model.max_positions") ? "model.max_positions" : "model.context",
@@ -409,7 +471,7 @@ void check_memory(const Config& config) {
     try {
       parse_nbytes(*text);
     } catch (const ConfigError& error) {
-      fail_at(config, key, "{}: {}", key, error.what());
+      fail_at(config, key, "{}: {}", key, shorten(error.what()));
     }
   }
 }
@@ -442,6 +504,12 @@ void check_schedule(const Config& config) {
             "train.global_batch = {}, expected a multiple of train.micro_batch = {}",
             t.global_batch, t.micro_batch);
   }
+  constexpr int64_t kMaxTokens = (int64_t{1} << 31) - 1;
+  if (t.micro_batch > kMaxTokens / config.model.context) {
+    fail_at(config, "train.micro_batch",
+            "train.micro_batch = {} with model.context = {}, expected at most {} tokens in a pass",
+            t.micro_batch, config.model.context, kMaxTokens);
+  }
   if (t.global_batch != 0 && t.grad_accum_steps != 1) {
     fail_at(config, "train.grad_accum_steps",
             "train.grad_accum_steps = {}, expected it left out where train.global_batch is set",
@@ -462,7 +530,10 @@ void derive_defaults(Config& config) {
   if (!config.is_given("optim.final_lr")) o.final_lr = tenth_of(o.lr);
 }
 
+/// Of two names; of a text that is none, its beginning counts.
 size_t edit_distance(std::string_view a, std::string_view b) {
+  constexpr size_t kMaxName = 100;
+  a = a.substr(0, kMaxName), b = b.substr(0, kMaxName);
   std::vector<size_t> row(b.size() + 1);
   std::iota(row.begin(), row.end(), size_t{0});
   for (size_t i = 1; i <= a.size(); ++i) {
@@ -588,6 +659,15 @@ const std::string& Config::origin(std::string_view key) const {
   return found == origins.end() ? kDefault : found->second;
 }
 
+void check_in_range(const Field& field, const std::string& where) {
+  const std::string found = value_text(field);
+  if (const auto* const* integer = std::get_if<int64_t*>(&field.value)) {
+    check_range(field, static_cast<double>(**integer), found, where);
+  } else if (const auto* const* number = std::get_if<double*>(&field.value)) {
+    check_range(field, **number, found, where);
+  }
+}
+
 std::vector<Field> config_fields(Config& c) {
   const Range any{-kInfinity, kInfinity}, fraction{0, 1, false, true};
   const auto from = [](double low) { return Range{low, kMaxCount}; };
@@ -606,6 +686,12 @@ std::vector<Field> config_fields(Config& c) {
        {},
        "fine-tune: directory with config.json and model.safetensors of Hugging Face's "
        "transformers, which sets all model keys (model.context may be shorter)"},
+      {"model.ignore_keys",
+       &c.model.ignore_keys,
+       any,
+       {},
+       "keys of model.from's config.json, separated by commas, of which nothing is known here and "
+       "that change no numbers: no warning"},
       {"model.source",
        &c.model.source,
        any,
@@ -726,7 +812,8 @@ std::vector<Field> config_fields(Config& c) {
        &c.data.tokens,
        any,
        {},
-       "token shards to train on (.bin format of llm.c), a glob such as 'data/train_*.bin'"},
+       "token shards to train on (.bin format of llm.c), a path or a glob such as "
+       "'data/train_*.bin'"},
       {"data.val_tokens",
        &c.data.val_tokens,
        any,
@@ -1261,12 +1348,17 @@ Config parse_config(std::string_view text, const std::string& name,
                     std::span<const std::string> overrides) {
   Config config;
   const std::vector<Field> fields = config_fields(config);
+  if (std::ssize(text) > kMaxConfigNbytes) {
+    throw ConfigError(
+        fmt::format("{}: {} bytes, expected at most {}", name, text.size(), kMaxConfigNbytes));
+  }
+  check_depth(text, name);
   toml::table table;
   try {
     table = toml::parse(text, name);
   } catch (const toml::parse_error& error) {
     throw ConfigError(
-        fmt::format("{}:{}: {}", name, error.source().begin.line, error.description()));
+        fmt::format("{}:{}: {}", name, error.source().begin.line, shorten(error.description())));
   }
   apply_toml(fields, table, "", name, config);
   config.is_resolved = text.starts_with(kResolvedComment);
@@ -1300,7 +1392,8 @@ std::vector<std::pair<std::string, std::string>> config_values(const Config& con
 std::string dump_config(const Config& config) {
   std::string out = std::string(kResolvedComment) + "\n", section;
   for (const auto& [key, value] : config_values(config)) {
-    if (key == "model.from") continue;        // what it meant is in the other keys
+    // What they meant is in the other keys.
+    if (key == "model.from" || key == "model.ignore_keys") continue;
     if (key == "output.overwrite") continue;  // said for one start, not for those after it
     const std::string own = section_of(key);
     if (own != section) {
@@ -1352,8 +1445,8 @@ std::string config_help(std::string_view what) {
       }
     }
     throw ConfigError(
-        fmt::format("command line: --help {}, expected a section ({}) or a key (nearest: {})", what,
-                    fmt::join(sections, ", "), nearest_keys(what, names)));
+        fmt::format("command line: --help {}, expected a section ({}) or a key (nearest: {})",
+                    shorten(what), fmt::join(sections, ", "), nearest_keys(what, names)));
   }
   for (const Field& field : fields) {
     if (!is_wanted(field)) continue;
@@ -1374,7 +1467,8 @@ std::vector<int64_t> parse_ids(std::string_view text) {
     const bool is_last = stop == end;
     if (error != std::errc() || id < 0 || id > kMax || (!is_last && *stop != ',') ||
         stop + 1 == end) {
-      throw ConfigError(fmt::format("{}, expected token ids, such as 2 or 2,7", quote(text)));
+      throw ConfigError(
+          fmt::format("{}, expected token ids, such as 2 or 2,7", shorten(quote(text))));
     }
     ids.push_back(id);
     next = is_last ? end : stop + 1;

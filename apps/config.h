@@ -16,9 +16,12 @@
 
 namespace tessera::apps {
 
+inline constexpr int64_t kMaxConfigNbytes = 1 << 20;  ///< of the text of one
+
 struct ModelConfig {
-  std::string from;    ///< a model of transformers; the other keys are then its
-  std::string source;  ///< where that was; goes into checkpoints
+  std::string from;         ///< a model of transformers; the other keys are then its
+  std::string source;       ///< where that was; goes into checkpoints
+  std::string ignore_keys;  ///< of its config.json
   std::string kind = "llama";
   int64_t layers = 4, heads = 4, kv_heads = 0, head_width = 0, width = 128, ffn = 0;
   int64_t context = 64, max_positions = 0, vocab = 0;
@@ -158,6 +161,9 @@ struct Field {
 
 /// The value as TOML: "full_shard" in quotes, 2.0, true.
 std::string value_text(const Field& field);
+
+/// ConfigError that begins with `where` unless the number is in the range of its field.
+void check_in_range(const Field& field, const std::string& where);
 
 /// The table of all keys, in the order in which they are printed.
 std::vector<Field> config_fields(Config& config);

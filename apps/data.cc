@@ -1,11 +1,14 @@
 #include "apps/data.h"
 
 #include <glob.h>
+#include <sys/stat.h>
 
 #include <algorithm>
 #include <array>
 #include <bit>
 #include <cstring>
+
+#include "core/text.h"
 
 namespace tessera::apps {
 namespace {
@@ -15,7 +18,11 @@ constexpr int64_t kHeaderNbytes = kHeaderInts * 4;
 constexpr int32_t kMagicU16 = 20240520, kVersionU16 = 1;
 constexpr int32_t kMagicU32 = 20240801, kVersionU32 = 7;
 
+/// The path itself if it is there, whatever characters it has; else what it means to glob(3), where
+/// a backslash takes the one after it as it is. "./[x]/a*.bin" needs one: "./\[x]/a*.bin".
 std::vector<std::string> files_of_glob(const char* key, const std::string& pattern) {
+  struct stat place {};
+  if (::lstat(pattern.c_str(), &place) == 0) return {pattern};
   ::glob_t found{};
   const int status = ::glob(pattern.c_str(), 0, nullptr, &found);  // sorted
   std::vector<std::string> paths(found.gl_pathv, found.gl_pathv + found.gl_pathc);
@@ -293,14 +300,10 @@ std::string short_shards(const Corpus& corpus, int64_t context) {
     if (shard.num_tokens() < context + 1) names.push_back(shard.name());
   }
   if (names.empty()) return "";
-  const size_t num_more = names.size() - std::min(names.size(), kMostNames);
-  std::string text = fmt::format(
+  return fmt::format(
       "data: {} of {} shards have fewer than model.context + 1 = {} tokens and are not trained "
-      "on: ",
-      names.size(), corpus.shards.size(), context + 1);
-  names.resize(names.size() - num_more);
-  text += fmt::format("{}", fmt::join(names, ", "));
-  return num_more == 0 ? text : text + fmt::format(" and {} more", num_more);
+      "on: {}",
+      names.size(), corpus.shards.size(), context + 1, join_few(names, ", ", kMostNames));
 }
 
 Data load_data(const Config& config) {

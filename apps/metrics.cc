@@ -15,11 +15,13 @@
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <numeric>
+#include <sstream>
 
 #include "core/check.h"
 #include "core/fatal_signals.h"
 #include "core/files.h"
 #include "core/log.h"
+#include "core/text.h"
 
 namespace tessera::apps {
 namespace {
@@ -58,7 +60,9 @@ std::string launcher_output() {
 std::string lines_up_to(const std::string& path, int64_t step) {
   std::string kept;
   std::ifstream file(path, std::ios::binary);
+  constexpr size_t kMaxNbytes = 1 << 20;  // of a line of ours
   for (std::string line; std::getline(file, line);) {
+    if (line.size() > kMaxNbytes) continue;
     const auto object = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
     if (!object.is_object() || !object.contains("step") || !object["step"].is_number()) continue;
     if (object["step"].get<int64_t>() <= step) kept += line + "\n";
@@ -245,9 +249,19 @@ void MetricsLog::clear_bar() {
   bar_is_shown_ = false;
 }
 
-void MetricsLog::print(const std::string& line) {
+void MetricsLog::print(const std::string& lines) {
+  std::string shown;
+  std::istringstream all(lines);
+  for (std::string line; std::getline(all, line);) {
+    shown += shorten(printable(line, "\t"), kMaxLineShown) + "\n";
+  }
   clear_bar();
-  write_out(line + "\n");
+  write_out(shown);
+}
+
+void MetricsLog::print_text(const std::string& text) {
+  clear_bar();
+  write_out(printable(text, "\n\t") + "\n");
 }
 
 void MetricsLog::add(const StepMetrics& m) {

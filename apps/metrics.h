@@ -104,8 +104,11 @@ class MetricsLog {
 
   /// Whole lines or none: what cannot be written leaves the file as it was, and an IoError.
   void add(const StepMetrics& metrics);
-  /// A line of text, above the progress bar.
-  void print(const std::string& line);
+  /// Lines of text, above the progress bar. What names in them would do to a terminal is escaped,
+  /// each line is cut to `kMaxLineShown` (core/text.h).
+  void print(const std::string& lines);
+  /// Text of any length, such as a sample, escaped.
+  void print_text(const std::string& text);
 
  private:
   void clear_bar();

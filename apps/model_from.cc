@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <map>
+#include <sstream>
 
 #include "apps/tokenizer.h"
 #include "dist/checkpoint/huggingface.h"
@@ -79,10 +80,21 @@ void check_text(Config& config) {
 
 }  // namespace
 
+std::vector<std::string> ignored_keys(const ModelConfig& config) {
+  std::vector<std::string> keys;
+  std::istringstream words(config.ignore_keys);
+  for (std::string word; std::getline(words, word, ',');) {
+    word.erase(0, word.find_first_not_of(' '));
+    word.erase(word.find_last_not_of(' ') + 1);
+    if (!word.empty()) keys.push_back(std::move(word));
+  }
+  return keys;
+}
+
 void take_model_from(Config& config) {
   if (config.model.from.empty()) return;
   const std::string path = config.model.from + "/config.json";
-  const auto [found, ids] = dist::read_hf_model(config.model.from);
+  const auto [found, ids] = dist::read_hf_model(config.model.from, ignored_keys(config.model));
   Config taken = config;
   std::visit([&](const auto& c) { set_model(taken.model, c); }, found);
   // Nothing is computed with these: other ones may be given.
@@ -99,6 +111,9 @@ void take_model_from(Config& config) {
     taken.model.context = std::min(taken.model.context, config.model.context);
   }
   const std::vector<Field> given = config_fields(config), fields = config_fields(taken);
+  for (const Field& field : fields) {
+    if (field.key.starts_with("model.")) check_in_range(field, path);
+  }
   for (size_t i = 0; i < fields.size(); ++i) {
     if (!fields[i].key.starts_with("model.") || !config.origins.contains(fields[i].key)) continue;
     if (text_of(given[i]) == text_of(fields[i])) continue;

@@ -1,5 +1,8 @@
 #pragma once
 
+#include <string>
+#include <vector>
+
 #include "apps/config.h"
 
 namespace tessera::apps {
@@ -8,8 +11,11 @@ namespace tessera::apps {
 /// was given as well must agree; `model.context` may be shorter, `model.dropout` is free.
 /// With `data.text` the directory's tokenizer.json is the tokenizer; it must be the byte or char
 /// one.
-/// Errors   ConfigError for a key that contradicts the file, or a text without such a tokenizer;
-///          InputError for a file that cannot be used (see dist::parse_hf_config)
+/// Errors   ConfigError for a key that contradicts the file, a text without such a tokenizer, or
+///          sizes that no model here may have; InputError for a file that cannot be used (see
+///          dist::parse_hf_config)
 void take_model_from(Config& config);
+/// The names in `model.ignore_keys`.
+std::vector<std::string> ignored_keys(const ModelConfig& config);
 
 }  // namespace tessera::apps

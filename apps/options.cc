@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <sstream>
+#include <unordered_set>
 
 #include "kernels/attention/cudnn.h"
 #include "kernels/matmul/cublaslt.h"
@@ -97,16 +98,17 @@ nn::RecomputePolicy recompute_policy(const RecomputeConfig& config) {
 std::vector<std::string> matching_parameters(const Config& config, std::string_view key,
                                              const std::string& patterns, nn::Module& model) {
   std::vector<std::string> names;
+  std::unordered_set<std::string> seen;
+  const auto parameters = model.named_parameters();
   std::istringstream list(patterns);
   for (std::string pattern; std::getline(list, pattern, ',');) {
     const size_t begin = pattern.find_first_not_of(' '), end = pattern.find_last_not_of(' ');
     if (begin != std::string::npos) pattern = pattern.substr(begin, end - begin + 1);
     bool is_found = false;
-    const auto parameters = model.named_parameters();
     for (const nn::NamedParameter& p : parameters) {
       if (::fnmatch(pattern.c_str(), p.name.c_str(), FNM_NOESCAPE) != 0) continue;
       is_found = true;
-      if (std::find(names.begin(), names.end(), p.name) == names.end()) names.push_back(p.name);
+      if (seen.insert(p.name).second) names.push_back(p.name);
     }
     TESSERA_CHECK_AS(ConfigError, is_found,
                      "{}: {}: no parameter is called \"{}\", expected a name such as {} or {}",
@@ -119,10 +121,12 @@ std::vector<std::string> matching_parameters(const Config& config, std::string_v
 void freeze_parameters(const Config& config, nn::Module& model) {
   for (const auto& [key, patterns] : {std::pair{"model.frozen", &config.model.frozen},
                                       std::pair{"fsdp.ignored", &config.fsdp.ignored}}) {
-    for (const std::string& name : matching_parameters(config, key, *patterns, model)) {
-      model.parameter(name).tensor.set_requires_grad(false);
-    }
+    const auto names = matching_parameters(config, key, *patterns, model);
+    const std::unordered_set<std::string> chosen(names.begin(), names.end());
     const auto parameters = model.named_parameters();
+    for (const nn::NamedParameter& p : parameters) {
+      if (chosen.contains(p.name)) p.parameter->tensor.set_requires_grad(false);
+    }
     const bool is_any_left = std::any_of(
         parameters.begin(), parameters.end(),
         [](const nn::NamedParameter& p) { return p.parameter->tensor.requires_grad(); });

@@ -22,12 +22,14 @@
 #include "core/log.h"
 #include "core/text.h"
 #include "dist/checkpoint/reader.h"
+#include "dist/checkpoint/strict_json.h"
 
 namespace tessera::apps {
 namespace {
 
 namespace fs = std::filesystem;
 
+constexpr size_t kMaxWhyNbytes = 4096;
 constexpr const char* kLockFile = "/run.lock";
 constexpr const char* kRunFile = "/run.json";
 constexpr std::array kStateNames = {"running", "finished", "preempted", "failed"};
@@ -36,13 +38,21 @@ constexpr std::array kArtefacts = {"status.json",       "config.toml",    "run.j
                                    "metrics.jsonl",     "tokenizer.json", "token_check.txt",
                                    "model.safetensors", "run.lock"};
 
-/// A JSON object in a small file; null for anything else.
-nlohmann::json read_object(const std::string& path) {
-  std::error_code ignored;
-  if (!fs::is_regular_file(path, ignored)) return {};
+/// A small text; empty if there is none.
+std::string read_small(const std::string& path) {
+  constexpr int64_t kMaxNbytes = 1 << 16;
   try {
-    const MappedFile file(path);
-    auto object = nlohmann::json::parse(file.text(), nullptr, /*allow_exceptions=*/false);
+    return read_regular_file(path, kMaxNbytes);
+  } catch (const InputError&) {
+    return "";
+  }
+}
+
+/// A JSON object; null for anything else.
+nlohmann::json parse_object(std::string_view text) {
+  constexpr int kMaxDepth = 4;
+  try {
+    auto object = dist::parse_strict_json("", text, kMaxDepth, "an object");
     return object.is_object() ? object : nlohmann::json();
   } catch (const InputError&) {
     return {};
@@ -53,7 +63,7 @@ std::string text_of(const nlohmann::json& object, const char* key) {
   return object.contains(key) && object[key].is_string() ? object[key].get<std::string>() : "";
 }
 int64_t integer_of(const nlohmann::json& object, const char* key) {
-  return object.contains(key) && object[key].is_number_integer() ? object[key].get<int64_t>() : 0;
+  return object.contains(key) ? std::max<int64_t>(dist::json_size(object[key]), 0) : 0;
 }
 
 std::string host_name() {
@@ -104,8 +114,9 @@ bool is_of_a_run(const std::string& dir) {
 
 void write_status(const std::string& dir, RunState state, int64_t step, const std::string& why,
                   std::optional<double> loss) {
-  nlohmann::ordered_json status = {
-      {"state", kStateNames[static_cast<size_t>(state)]}, {"step", step}, {"why", why}};
+  nlohmann::ordered_json status = {{"state", kStateNames[static_cast<size_t>(state)]},
+                                   {"step", step},
+                                   {"why", shorten(why, kMaxWhyNbytes)}};
   if (loss) status["loss"] = *loss;
   status["time"] = utc_now();
   status["host"] = host_name();
@@ -121,8 +132,8 @@ std::string fatal_status_text() {
                {"pid", ::getpid()}});
 }
 
-std::optional<RunStatus> read_status(const std::string& dir) {
-  const nlohmann::json object = read_object(dir + "/status.json");
+std::optional<RunStatus> parse_status(std::string_view text) {
+  const nlohmann::json object = parse_object(text);
   const std::string name = text_of(object, "state");
   const auto found = std::find(kStateNames.begin(), kStateNames.end(), name);
   if (found == kStateNames.end()) return std::nullopt;
@@ -139,8 +150,15 @@ std::optional<RunStatus> read_status(const std::string& dir) {
   return status;
 }
 
+std::optional<RunStatus> read_status(const std::string& dir) {
+  return parse_status(read_small(dir + "/status.json"));
+}
+
+std::string parse_run(std::string_view text) {
+  return text_of(parse_object(text), "run");
+}
 std::string read_run(const std::string& dir) {
-  return text_of(read_object(dir + kRunFile), "run");
+  return parse_run(read_small(dir + kRunFile));
 }
 
 std::string read_origin(const std::string& dir) {
@@ -224,7 +242,7 @@ std::optional<RunHolder> RunLock::holder(const std::string& dir, Call call) {
   if (call == nullptr) call = call_fcntl;
   const RunLock file(open_lock(dir, O_RDONLY));
   if (file.fd_ < 0) return std::nullopt;
-  const nlohmann::json object = read_object(dir + kLockFile);
+  const nlohmann::json object = parse_object(read_small(dir + kLockFile));
   const RunHolder named{text_of(object, "host"), integer_of(object, "pid")};
   struct flock lock {};
   lock.l_type = F_WRLCK;
@@ -235,9 +253,9 @@ std::optional<RunHolder> RunLock::holder(const std::string& dir, Call call) {
     if (lock.l_type == F_UNLCK) return std::nullopt;
     return named;
   }
-  const bool is_gone =
-      named.pid <= 0 || (named.host == host_name() &&
-                         ::kill(static_cast<pid_t>(named.pid), 0) != 0 && errno == ESRCH);
+  const bool is_gone = named.pid <= 0 || named.pid > INT32_MAX ||
+                       (named.host == host_name() &&
+                        ::kill(static_cast<pid_t>(named.pid), 0) != 0 && errno == ESRCH);
   if (is_gone) return std::nullopt;
   return named;
 }
@@ -256,8 +274,7 @@ int64_t last_logged_step(const std::string& dir) {
   file.seekg(std::max<std::streamoff>(0, nbytes - kTail));
   int64_t step = 0;
   for (std::string line; std::getline(file, line) && !file.eof();) {
-    const auto object = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
-    if (object.is_object()) step = std::max(step, integer_of(object, "step"));
+    step = std::max(step, integer_of(parse_object(line), "step"));
   }
   return step;
 }

@@ -6,6 +6,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "apps/config.h"
@@ -36,9 +37,11 @@ void write_status(const std::string& dir, RunState state, int64_t step, const st
 std::string fatal_status_text();
 /// None where there is none, or something else has that name.
 std::optional<RunStatus> read_status(const std::string& dir);
+std::optional<RunStatus> parse_status(std::string_view text);
 
 /// The run whose files are in `dir` (`run.json`); empty if it does not say.
 std::string read_run(const std::string& dir);
+std::string parse_run(std::string_view text);
 /// The checkpoint elsewhere that the run in `dir` began with; empty: none. Until it has one of its
 /// own, it goes on from there.
 std::string read_origin(const std::string& dir);

@@ -64,7 +64,7 @@ class FileState final : public ModelState {
   explicit FileState(const std::string& dir) : file_(dir + kModelFile) {
     path_ = dir + kModelFile;
     home_ = dir;
-    config_ = MappedFile(dir + "/config.toml").text();
+    config_ = read_regular_file(dir + "/config.toml", kMaxConfigNbytes);
     step_ = step_of(file_, dir);
   }
   std::vector<std::string> names() const override {
@@ -209,6 +209,33 @@ int64_t vocab_size_of(const Config& config, const std::string& home) {
                   path));
 }
 
+namespace {
+
+/// Before the model that a configuration describes takes any memory, or time beyond what is stored.
+void check_shapes(const ModelState& state, const ModelConfig& config, int64_t vocab_size) {
+  const auto num_tensors = static_cast<int64_t>(state.names().size());
+  if (config.layers > num_tensors) {
+    throw InputError(fmt::format("{}: {} tensors, expected those of model.layers = {}",
+                                 state.path(), num_tensors, config.layers));
+  }
+  const nn::DeferredInit deferred;
+  const std::unique_ptr<nn::LanguageModel> model = make_model(config, vocab_size);
+  const auto parameters = model->named_parameters();
+  for (const nn::NamedParameter& p : parameters) {
+    const Shape shape = state.shape_of(p.name), &expected = p.parameter->tensor.shape();
+    if (shape != expected) {
+      throw InputError(
+          fmt::format("{}: tensor {} is {}, expected {}", state.path(), p.name, shape, expected));
+    }
+  }
+  if (num_tensors != std::ssize(parameters)) {
+    throw InputError(fmt::format("{}: {} tensors, expected the model's {}", state.path(),
+                                 num_tensors, parameters.size()));
+  }
+}
+
+}  // namespace
+
 SavedModel load_model(const std::string& path) {
   const std::unique_ptr<ModelState> state = open_model(path);
   SavedModel saved;
@@ -218,23 +245,15 @@ SavedModel load_model(const std::string& path) {
   if (fs::exists(state->home() + "/tokenizer.json")) {
     saved.tokenizer = load_tokenizer(state->home() + "/tokenizer.json");
   }
-  saved.model = make_model(saved.config.model, vocab_size_of(saved.config, state->home()));
-  const auto parameters = saved.model->named_parameters();
-  for (const nn::NamedParameter& p : parameters) {
+  const int64_t vocab_size = vocab_size_of(saved.config, state->home());
+  check_shapes(*state, saved.config.model, vocab_size);
+  saved.model = make_model(saved.config.model, vocab_size);
+  for (const nn::NamedParameter& p : saved.model->named_parameters()) {
     Tensor& tensor = p.parameter->tensor;
-    const Shape shape = state->shape_of(p.name);
-    if (shape != tensor.shape()) {
-      throw InputError(fmt::format("{}: tensor {} is {}, expected {}", state->path(), p.name, shape,
-                                   tensor.shape()));
-    }
-    std::vector<float> values(static_cast<size_t>(shape.numel()));
+    std::vector<float> values(static_cast<size_t>(tensor.numel()));
     state->read(p.name, values);
     NoGrad no_grad;
-    tensor.copy_(from_values(std::span<const float>(values), shape));
-  }
-  if (const size_t count = state->names().size(); count != parameters.size()) {
-    throw InputError(fmt::format("{}: {} tensors, expected the model's {}", state->path(), count,
-                                 parameters.size()));
+    tensor.copy_(from_values(std::span<const float>(values), tensor.shape()));
   }
   saved.model->reset_buffers();
   return saved;

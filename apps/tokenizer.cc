@@ -9,9 +9,14 @@
 #include "core/check.h"
 #include "core/files.h"
 #include "core/text.h"
+#include "dist/checkpoint/strict_json.h"
 
 namespace tessera::apps {
 namespace {
+
+constexpr size_t kMaxChars = 0x110000;  // code points
+// Larger than all of ours, and than the tokenizer.json of others that is only recognized here.
+constexpr int64_t kMaxFileNbytes = int64_t{64} << 20;
 
 /// The characters of a text in order. InputError, with `what` in front, where it is not UTF-8.
 template <class F>
@@ -194,12 +199,13 @@ std::unique_ptr<Tokenizer> parse_tokenizer(std::string_view json, const std::str
   const auto fail = [&](const std::string& found, std::string_view expected) {
     throw InputError(fmt::format("{}: {}, expected {}", name, found, expected));
   };
-  const auto parsed = nlohmann::json::parse(json, nullptr, /*allow_exceptions=*/false);
+  constexpr dist::JsonRules kRules{.max_depth = 16, .num_free_elements = kMaxChars};
+  const auto parsed = dist::parse_strict_json(name, json, kRules, "a saved tokenizer");
   if (!parsed.is_object()) fail("not a JSON object", "a saved tokenizer");
   const auto type = parsed.find("type");
   if (type == parsed.end() || !type->is_string()) fail("no type", "\"type\": \"byte\" or \"char\"");
   if (*type == "byte") return make_byte_tokenizer();
-  if (*type != "char") fail(fmt::format("type {}", type->dump()), "\"byte\" or \"char\"");
+  if (*type != "char") fail(fmt::format("type {}", dist::json_text(*type)), "\"byte\" or \"char\"");
   const auto chars = parsed.find("chars");
   if (chars == parsed.end() || !chars->is_array() || chars->empty()) {
     fail("no characters", "\"chars\": [...]");
@@ -209,10 +215,10 @@ std::unique_ptr<Tokenizer> parse_tokenizer(std::string_view json, const std::str
   for (const auto& entry : *chars) {
     const std::string text = entry.is_string() ? entry.get<std::string>() : "";
     if (text.empty() || utf8_length(text, 0) != text.size()) {
-      fail(fmt::format("entry {} is {}", list.size(), entry.dump()), "one character");
+      fail(fmt::format("entry {} is {}", list.size(), dist::json_text(entry)), "one character");
     }
     if (!seen.insert(text).second) {
-      fail(fmt::format("character {} twice", entry.dump()), "each once");
+      fail(fmt::format("character {} twice", dist::json_text(entry)), "each once");
     }
     list.push_back(text);
   }
@@ -220,8 +226,7 @@ std::unique_ptr<Tokenizer> parse_tokenizer(std::string_view json, const std::str
 }
 
 std::unique_ptr<Tokenizer> load_tokenizer(const std::string& path) {
-  const MappedFile file(path);
-  return parse_tokenizer(file.text(), path);
+  return parse_tokenizer(read_regular_file(path, kMaxFileNbytes), path);
 }
 
 }  // namespace tessera::apps

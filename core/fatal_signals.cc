@@ -117,7 +117,8 @@ void write_fatal_report(const char* why) noexcept {
   const Prepared* const p = prepared.load();
   if (p == nullptr || is_written.exchange(true)) return;
   if (!p->report.only_if_running || is_running(p->report.path.c_str())) {
-    const int fd = ::open(p->temporary.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
+    ::unlink(p->temporary.c_str());  // a link there would lead to somebody else's file
+    const int fd = ::open(p->temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644);
     if (fd >= 0) {
       const bool is_whole = write_text(fd, p->report, why);
       ::close(fd);

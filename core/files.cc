@@ -140,9 +140,20 @@ MappedFile::~MappedFile() {
   if (data_ != nullptr) ::munmap(const_cast<uint8_t*>(data_), static_cast<size_t>(nbytes_));
 }
 
+int open_new_file(const std::string& path) {
+  if (::unlink(path.c_str()) != 0 && errno != ENOENT) return -1;
+  const int fd = ::open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644);
+  if (fd < 0 || fd > STDERR_FILENO) return fd;
+  const int moved = ::fcntl(fd, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
+  const int error = errno;
+  ::close(fd);
+  errno = error;
+  return moved;
+}
+
 void write_file_atomically(const std::string& path, std::string_view text) {
   const std::string temporary = path + ".tmp";
-  Descriptor fd(::open(temporary.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644));
+  Descriptor fd(open_new_file(temporary));
   const bool is_ours = fd.get() >= 0;
   bool good = is_ours;
   while (good && !text.empty()) {

@@ -46,8 +46,13 @@ class MappedFile {
   std::unique_ptr<FaultGuard> guard_;
 };
 
-/// Replaces the file at once (a reader sees the old text or the new): writes `path`.tmp, renames.
-/// IoError with the system's reason.
+/// A new file, open for writing: what a killed process left under that name, or a link, is replaced
+/// and not written into; a directory stays. Never a standard descriptor, also where those are
+/// closed: what is logged would go into the file. -1 with errno.
+int open_new_file(const std::string& path);
+
+/// Replaces the file at once (a reader sees the old text or the new): writes `path`.tmp, by
+/// open_new_file, and renames. IoError with the system's reason.
 void write_file_atomically(const std::string& path, std::string_view text);
 
 }  // namespace tessera

@@ -3,7 +3,6 @@
 #include <fcntl.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <atomic>
 #include <mutex>
 #include <set>
@@ -15,21 +14,6 @@ namespace tessera {
 namespace {
 
 std::atomic<int> log_rank{-1};
-
-constexpr size_t kMaxLineNbytes = 4096, kMaxMessageNbytes = 65536;
-
-/// Whatever is in the names of a message: bounded, and without effect on a terminal.
-std::string shown(std::string_view message) {
-  std::string text;
-  const std::string all = printable_message(shorten(message, kMaxMessageNbytes));
-  for (size_t begin = 0; begin <= all.size();) {
-    const size_t end = std::min(all.find('\n', begin), all.size());
-    if (begin > 0) text += '\n';
-    text += shorten(std::string_view(all).substr(begin, end - begin), kMaxLineNbytes);
-    begin = end + 1;
-  }
-  return text;
-}
 
 [[gnu::constructor]] void at_start() {
   open_standard_descriptors();
@@ -53,7 +37,7 @@ void log_line(std::string_view level, std::string_view message) {
   const int rank = log_rank;
   const std::string prefix = rank < 0 ? "" : fmt::format("[rank {}] ", rank);
   const std::string label = level == "info" ? "" : fmt::format("{}: ", level);
-  const std::string line = fmt::format("{}{}{}\n", prefix, label, shown(message));
+  const std::string line = fmt::format("{}{}{}\n", prefix, label, presentable(message));
   // One write(2), so that the lines of ranks that share a terminal stay whole.
   [[maybe_unused]] const ssize_t written = ::write(STDERR_FILENO, line.data(), line.size());
 }

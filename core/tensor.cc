@@ -308,9 +308,23 @@ Tensor empty_unmaterialized(const Shape& shape, DType dtype) {
   for (const int64_t dim : shape) {
     TESSERA_CHECK_SHAPE(dim >= 0, "empty: negative dimension in {}", shape);
   }
-  const auto nbytes = static_cast<size_t>(shape.numel()) * size_of(dtype);
-  return view_of_storage(std::make_shared<Storage>(nbytes, Context::current()->device()), 0, shape,
-                         dtype);
+  // With room for rounding up; a dimension of 0 does not help one that is too large.
+  int64_t nbytes = static_cast<int64_t>(size_of(dtype));
+  bool is_too_large = false;
+  for (const int64_t dim : shape) {
+    is_too_large =
+        is_too_large || __builtin_mul_overflow(nbytes, std::max<int64_t>(dim, 1), &nbytes);
+  }
+  constexpr int64_t kMaxNbytes = int64_t{1} << 62;
+  if (is_too_large || nbytes > kMaxNbytes) {
+    throw ShapeError(
+        fmt::format("empty: {} {} has more bytes than any memory, expected fewer than {}", dtype,
+                    shape, kMaxNbytes));
+  }
+  nbytes = shape.numel() * static_cast<int64_t>(size_of(dtype));
+  return view_of_storage(
+      std::make_shared<Storage>(static_cast<size_t>(nbytes), Context::current()->device()), 0,
+      shape, dtype);
 }
 
 Tensor empty(const Shape& shape, DType dtype) {

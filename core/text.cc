@@ -1,5 +1,7 @@
 #include "core/text.h"
 
+#include <algorithm>
+
 namespace tessera {
 namespace {
 
@@ -57,6 +59,16 @@ bool is_tail_byte(char c) {
   return (static_cast<unsigned char>(c) & 0xc0u) == 0x80u;
 }
 
+/// Whether more bytes can make a character of this beginning of one.
+bool may_begin(std::string_view bytes) {
+  for (const std::string_view rest :
+       {"\x80", "\x80\x80", "\x80\x80\x80", "\xbf", "\xbf\x80", "\xbf\x80\x80"}) {
+    const std::string whole = std::string(bytes) + std::string(rest);
+    if (utf8_length(whole, 0) == whole.size()) return true;
+  }
+  return false;
+}
+
 }  // namespace
 
 size_t utf8_length(std::string_view text, size_t offset) {
@@ -96,6 +108,40 @@ std::string printable_message(std::string_view text) {
     at = append_printable(out, text, at, is_ours ? "\n" : "");
   }
   return out;
+}
+
+std::string PrintableStream::add(std::string_view piece) {
+  rest_ += piece;
+  // A character has up to four bytes; one that can still become whole waits.
+  size_t end = rest_.size();
+  for (size_t back = 1; back <= 3 && back <= rest_.size(); ++back) {
+    const size_t at = rest_.size() - back;
+    if (is_tail_byte(rest_[at])) continue;
+    if (may_begin(std::string_view(rest_).substr(at))) end = at;
+    break;
+  }
+  std::string out = printable(std::string_view(rest_).substr(0, end), kept_);
+  rest_.erase(0, end);
+  return out;
+}
+
+std::string PrintableStream::finish() {
+  std::string out = printable(rest_, kept_);
+  rest_.clear();
+  return out;
+}
+
+std::string presentable(std::string_view message) {
+  constexpr size_t kMaxNbytes = 65536;
+  std::string text;
+  const std::string all = printable_message(shorten(message, kMaxNbytes));
+  for (size_t begin = 0; begin <= all.size();) {
+    const size_t end = std::min(all.find('\n', begin), all.size());
+    if (begin > 0) text += '\n';
+    text += shorten(std::string_view(all).substr(begin, end - begin), kMaxLineShown);
+    begin = end + 1;
+  }
+  return text;
 }
 
 std::string shorten(std::string_view text, size_t max_nbytes) {

@@ -4,6 +4,7 @@
 
 #include "core/check.h"
 #include "core/log.h"
+#include "core/text.h"
 
 namespace tessera::dist {
 namespace {
@@ -63,7 +64,7 @@ ChosenCheckpoint choose_checkpoint(World& world, const std::string& dir, const s
     }
     const auto worst = static_cast<Finding>(control.max(static_cast<int64_t>(finding)));
     if (worst == Finding::kWhole) return chosen;
-    if (finding != worst) error.clear();
+    error = finding == worst ? shorten(error, Control::kMaxVerdictNbytes) : "";
     for (const std::string& text : control.all_gather(error)) {
       if (!text.empty()) last_error = text;
     }

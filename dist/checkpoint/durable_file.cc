@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "core/check.h"
+#include "core/files.h"
 
 namespace tessera::dist {
 namespace {
@@ -40,17 +41,6 @@ std::string describe_io_error(const std::string& path, int error, int64_t nbytes
   if (::statvfs(parent_of(path).c_str(), &disk) != 0) return text;
   return text + fmt::format(" ({} bytes needed, {} free)", nbytes_needed,
                             static_cast<uint64_t>(disk.f_bavail) * disk.f_frsize);
-}
-
-int open_new_file(const std::string& path) {
-  ::unlink(path.c_str());
-  const int fd = ::open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644);
-  if (fd < 0 || fd > STDERR_FILENO) return fd;
-  const int moved = ::fcntl(fd, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
-  const int error = errno;
-  ::close(fd);
-  errno = error;
-  return moved;
 }
 
 DurableFile::DurableFile(std::string path, int64_t nbytes)

@@ -39,11 +39,6 @@ class DurableFile {
   bool is_direct_ = false, can_be_direct_ = true;
 };
 
-/// A new file, open for writing: what a killed process left under that name, or a link, is replaced
-/// and not written into. Never a standard descriptor, also where those are closed: what is logged
-/// would go into the file. -1 with errno.
-int open_new_file(const std::string& path);
-
 /// The same for a text that is in memory.
 void write_durably(const std::string& path, std::string_view text);
 

@@ -14,6 +14,7 @@ namespace {
 using nlohmann::json;
 
 constexpr int kMaxDepth = 16;
+constexpr int64_t kMaxHeads = 1 << 16;  // the rows of each are listed
 
 using Names = std::set<std::string, std::less<>>;
 
@@ -147,16 +148,16 @@ class Keys {
   }
 
   /// The first of `keys` that is there, null being absent; `fallback` < 0: one must be there.
-  int64_t count(std::initializer_list<std::string_view> keys, int64_t fallback = -1) {
-    constexpr int64_t kMax = (int64_t{1} << 31) - 1;
+  int64_t count(std::initializer_list<std::string_view> keys, int64_t fallback = -1,
+                int64_t max = (int64_t{1} << 31) - 1) {
     for (const std::string_view key : keys) read_.emplace(key);
     for (const std::string_view key : keys) {
       if (!has(key)) continue;
       const int64_t value = json_size(object_.at(std::string(key)));
-      if (value < 1 || value > kMax) fail(key, fmt::format("an integer in [1, {}]", kMax));
+      if (value < 1 || value > max) fail(key, fmt::format("an integer in [1, {}]", max));
       return value;
     }
-    if (fallback < 0) fail(*keys.begin(), fmt::format("an integer in [1, {}]", kMax));
+    if (fallback < 0) fail(*keys.begin(), fmt::format("an integer in [1, {}]", max));
     return fallback;
   }
 
@@ -233,12 +234,12 @@ class Keys {
                                           const Names& ignored) const {
     std::vector<std::string> unknown;
     for (const auto& [key, value] : object_.items()) {
-      if (read_.contains(key) || ignored.contains(key) || is_off(value)) continue;
+      if (read_.contains(key) || is_off(value)) continue;
       const bool is_neutral = is_factor(key) && value.is_number() && value == 1;
       const bool is_harmless = is_ignored(key) && (!is_factor(key) || key == "initializer_factor");
       if (is_neutral || is_harmless) continue;
       if (is_factor(key) || known_to_change_numbers().contains(key)) fail_key(key, architecture);
-      unknown.push_back(key);
+      if (!ignored.contains(key)) unknown.push_back(key);
     }
     return unknown;
   }
@@ -279,7 +280,7 @@ nn::Gpt2Config gpt2_from(Keys& keys) {
   c.vocab_size = keys.count({"vocab_size"});
   c.context_length = keys.count({"n_positions", "max_position_embeddings"});
   c.num_layers = keys.count({"n_layer", "num_hidden_layers"});
-  c.num_heads = keys.count({"n_head", "num_attention_heads"});
+  c.num_heads = keys.count({"n_head", "num_attention_heads"}, -1, kMaxHeads);
   c.width = keys.count({"n_embd", "hidden_size"});
   c.ffn_width = keys.count({"n_inner"}, 4 * c.width);
   c.tied = keys.flag("tie_word_embeddings", true);
@@ -349,7 +350,7 @@ nn::LlamaConfig llama_from(Keys& keys, const std::string& architecture) {
   c.vocab_size = keys.count({"vocab_size"});
   c.context_length = keys.count({"max_position_embeddings"}, 2048);
   c.num_layers = keys.count({"num_hidden_layers"});
-  c.num_heads = keys.count({"num_attention_heads"});
+  c.num_heads = keys.count({"num_attention_heads"}, -1, kMaxHeads);
   c.num_kv_heads = keys.count({"num_key_value_heads"}, c.num_heads);
   c.width = keys.count({"hidden_size"});
   c.head_width =
@@ -377,7 +378,7 @@ nn::BloomConfig bloom_from(Keys& keys) {
   c.vocab_size = keys.count({"vocab_size"});
   c.context_length = keys.count({"seq_length"}, 2048);
   c.num_layers = keys.count({"n_layer", "num_hidden_layers"});
-  c.num_heads = keys.count({"n_head", "num_attention_heads"});
+  c.num_heads = keys.count({"n_head", "num_attention_heads"}, -1, kMaxHeads);
   c.width = keys.count({"hidden_size", "n_embed"});
   c.tied = keys.flag("tie_word_embeddings", true);
   c.norm_eps = static_cast<float>(keys.number("layer_norm_epsilon", 1e-5));
@@ -533,9 +534,11 @@ HfModelConfig parse_hf_config(const std::string& path, std::string_view text,
   const Names ignored(ignored_keys.begin(), ignored_keys.end());
   const std::vector<std::string> unknown = keys.check_all_read(architecture, ignored);
   if (!unknown.empty()) {
-    constexpr size_t kMaxListed = 100;
-    log_once("warning", fmt::format("{}: keys that nothing is known of here are ignored: {}", path,
-                                    join_few(unknown, ", ", kMaxListed)));
+    constexpr size_t kMaxListed = 100, kMaxNbytes = 3000;
+    log_once("warning",
+             fmt::format("{}: keys that nothing is known of here are ignored: {} (no warning for "
+                         "those in model.ignore_keys)",
+                         path, join_few(unknown, ", ", kMaxListed, kMaxNbytes)));
   }
   return config;
 }

@@ -25,8 +25,8 @@ using HfModelConfig = std::variant<nn::Gpt2Config, nn::LlamaConfig, nn::BloomCon
 ///   BloomForCausalLM                                        -> Bloom
 /// Dropout is 0: fine-tuning sets its own. The context is no longer than a sliding window, inside
 /// of which attention is full. A key that is not known here is one warning for all of them, unless
-/// its value is off (null, false, 0, empty) or it is among `ignored_keys`.
-/// Errors   InputError that begins with `path` and names the key, what was found and what is
+/// its value is off (null, false, 0, empty) or it is among `ignored_keys`, which pass over no
+/// error. Errors   InputError that begins with `path` and names the key, what was found and what is
 ///          expected: for another architecture, a value out of range, a feature that the models
 ///          here lack (attention_bias of Llama, yarn, ...), a key that is known to change numbers
 ///          or is named like one (..._multiplier, ..._scaling, ..._softcap, ..._factor, ..._scale)

@@ -18,6 +18,7 @@ namespace fs = std::filesystem;
 constexpr const char* kSingleName = "model.safetensors";
 constexpr const char* kIndexName = "model.safetensors.index.json";
 constexpr const char* kHead = "lm_head.weight";
+constexpr size_t kMaxNameNbytes = 4096;  // each part of a wrapper moves what is after it
 
 bool exists(const std::string& path) {
   std::error_code ignored;
@@ -183,6 +184,11 @@ void HfFiles::add_file(const std::string& name) {
   const SafetensorsFile& file = *files_.back();
   std::set<std::string, std::less<>> wrappers;
   for (const SafetensorsEntry& entry : file.entries()) {
+    if (entry.name.size() > kMaxNameNbytes) {
+      throw InputError(fmt::format("{}/{}: tensor {} has a name of {} bytes, expected at most {}",
+                                   dir_, name, shorten(entry.name), entry.name.size(),
+                                   kMaxNameNbytes));
+    }
     if (is_of_adapter(entry.name)) {
       throw InputError(fmt::format(
           "{}/{}: tensor {} is part of a PEFT adapter, expected it merged into the model "

@@ -87,11 +87,13 @@ std::vector<std::byte> make_tensor(const HfTensor& tensor, const float* ours, in
 }  // namespace
 
 HfModel read_hf_model(const std::string& dir, const std::vector<std::string>& ignored_keys) {
+  if (HfFiles::exist_in(dir)) {  // nothing that the files do not bear out gets any further
+    const HfReader reader(dir, ignored_keys);
+    return {reader.config(), reader.token_ids()};
+  }
   const std::string path = dir + "/config.json";
   const std::string text = read_regular_file(path, kMaxConfigNbytes);
-  HfModel model{parse_hf_config(path, text, ignored_keys), parse_hf_token_ids(path, text)};
-  if (HfFiles::exist_in(dir)) HfFiles(dir, model.config).settle_tied(model.config);
-  return model;
+  return {parse_hf_config(path, text, ignored_keys), parse_hf_token_ids(path, text)};
 }
 
 HfReader::HfReader(const std::string& dir, const std::vector<std::string>& ignored_keys)

@@ -19,7 +19,8 @@
 
 namespace tessera::dist {
 
-/// What a directory's config.json says, `tied` as its tensors are (HfFiles::settle_tied).
+/// What a directory's config.json says, as far as its tensors bear it out (HfReader); `tied` as
+/// these are (HfFiles::settle_tied).
 struct HfModel {
   HfModelConfig config;
   HfTokenIds token_ids;

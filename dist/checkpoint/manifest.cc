@@ -8,6 +8,7 @@
 #include <set>
 
 #include "core/check.h"
+#include "core/text.h"
 #include "dist/checkpoint/safetensors.h"
 #include "dist/checkpoint/strict_json.h"
 
@@ -181,7 +182,7 @@ bool is_plain_file_name(const std::string& name) {
 TensorRecord parse_tensor(const Reader& in, const json& object, const Manifest& manifest) {
   TensorRecord tensor;
   tensor.name = in.string(object, "name", "tensors");
-  const std::string where = "tensor " + tensor.name;
+  const std::string where = "tensor " + shorten(tensor.name);
   tensor.dtype = in.dtype(object, where);
   tensor.shape = in.shape(object, where);
   for (const json& item : in.array(object, "slices", where)) {
@@ -210,8 +211,8 @@ void check_file_sizes(const Reader& in, const Manifest& manifest) {
       const auto nbytes = (slice.end - slice.begin) * static_cast<int64_t>(size_of(tensor.dtype));
       if ((left[static_cast<size_t>(slice.file)] -= nbytes) >= 0) continue;
       const FileRecord& file = manifest.files[static_cast<size_t>(slice.file)];
-      in.fail("file {}: {} bytes, expected more for its slices up to that of tensor {}", file.name,
-              file.nbytes, tensor.name);
+      in.fail("file {}: {} bytes, expected more for its slices up to that of tensor {}",
+              shorten(file.name), file.nbytes, shorten(tensor.name));
     }
   }
 }
@@ -386,7 +387,7 @@ Manifest parse_manifest(const std::string& path, std::string_view text) {
   }
   constexpr std::string_view where = "manifest";
   if (const std::string format = in.string(object, "format", where); format != kFormat) {
-    in.fail_unreadable("format \"{}\", expected \"{}\"", format, kFormat);
+    in.fail_unreadable("format \"{}\", expected \"{}\"", shorten(format), kFormat);
   }
   const int64_t version = in.size(object, "version", where);
   if (version < 1 || version > kFormatVersion) {
@@ -406,7 +407,7 @@ Manifest parse_manifest(const std::string& path, std::string_view text) {
     FileRecord file{in.string(item, "name", "files"), in.size(item, "nbytes", "files"),
                     in.hash(item, "files")};
     if (!is_plain_file_name(file.name) || !names.insert(file.name).second) {
-      in.fail("file {}, expected a name of its own inside the directory", file.name);
+      in.fail("file {}, expected a name of its own inside the directory", shorten(file.name));
     }
     manifest.files.push_back(std::move(file));
   }
@@ -419,7 +420,7 @@ Manifest parse_manifest(const std::string& path, std::string_view text) {
     const size_t count = manifest.tensors.size();
     if (count > 1 && manifest.tensors[count - 2].name >= manifest.tensors[count - 1].name) {
       in.fail("tensor {} after {}, expected each once in alphabetical order",
-              manifest.tensors[count - 1].name, manifest.tensors[count - 2].name);
+              shorten(manifest.tensors[count - 1].name), shorten(manifest.tensors[count - 2].name));
     }
   }
   check_file_sizes(in, manifest);

@@ -12,6 +12,7 @@
 
 #include "core/check.h"
 #include "core/files.h"
+#include "core/text.h"
 #include "dist/checkpoint/durable_file.h"
 
 namespace tessera::dist {
@@ -127,8 +128,9 @@ const CheckpointReader::OpenFile& CheckpointReader::open(int64_t file) const {
   };
   const std::string step = std::to_string(manifest_.progress.step);
   if (value("run") != manifest_.run || value("step") != step) {
-    fail(file, fmt::format("of run {}, step {}, expected run {}, step {} as in the manifest",
-                           value("run"), value("step"), manifest_.run, step));
+    fail(file,
+         fmt::format("of run {}, step {}, expected run {}, step {} as in the manifest",
+                     shorten(value("run")), shorten(value("step")), shorten(manifest_.run), step));
   }
   return *open;
 }
@@ -158,11 +160,12 @@ const void* CheckpointReader::slice_data(const TensorRecord& tensor,
   const OpenFile& file = open(slice.file);
   const std::string name = slice_name(tensor.name, slice.begin, slice.end);
   const auto found = file.entries.find(name);
-  if (found == file.entries.end()) fail(slice.file, fmt::format("no tensor {}, expected it", name));
+  if (found == file.entries.end())
+    fail(slice.file, fmt::format("no tensor {}, expected it", shorten(name)));
   const SafetensorsEntry& entry = *found->second;
   const Shape expected{slice.end - slice.begin};
   if (entry.dtype != tensor.dtype || entry.shape != expected) {
-    fail(slice.file, fmt::format("tensor {} is {} {}, expected {} {}", name, entry.dtype,
+    fail(slice.file, fmt::format("tensor {} is {} {}, expected {} {}", shorten(name), entry.dtype,
                                  entry.shape, tensor.dtype, expected));
   }
   return file.file.data(entry);
@@ -191,7 +194,7 @@ void CheckpointReader::check_file(int64_t file) const {
       if (hash_of(slice_data(tensor, slice), nbytes) != slice.hash) {
         fail(file, fmt::format("tensor {}: its bytes do not have the manifest's xxh64, expected "
                                "them as they were written",
-                               slice_name(tensor.name, slice.begin, slice.end)));
+                               shorten(slice_name(tensor.name, slice.begin, slice.end))));
       }
     }
   }
@@ -207,7 +210,7 @@ void CheckpointReader::check_files(int64_t first, int64_t stride) const {
 void CheckpointReader::read(std::string_view name, int64_t begin, int64_t end, void* dst) const {
   const TensorRecord* tensor = manifest_.find(name);
   if (tensor == nullptr) {
-    throw CheckpointError(fmt::format("{}: no tensor {}, expected it", dir_, name));
+    throw CheckpointError(fmt::format("{}: no tensor {}, expected it", dir_, shorten(name)));
   }
   TESSERA_CHECK(0 <= begin && begin <= end && end <= tensor->shape.numel(),
                 "CheckpointReader: elements [{}, {}) of {} with {}", begin, end, name,
@@ -234,7 +237,8 @@ void CheckpointReader::read_f32(std::string_view name, int64_t begin, int64_t en
   const TensorRecord* tensor = manifest_.find(name);
   if (tensor == nullptr || tensor->dtype == kF32) return read(name, begin, end, dst);
   TESSERA_CHECK_AS(CheckpointError, tensor->dtype == kBF16 || tensor->dtype == kF16,
-                   "{}: tensor {} is {}, expected f32, bf16 or f16", dir_, name, tensor->dtype);
+                   "{}: tensor {} is {}, expected f32, bf16 or f16", dir_, shorten(name),
+                   tensor->dtype);
   constexpr int64_t kNumAtOnce = 65536;
   std::vector<uint16_t> bits(static_cast<size_t>(std::min(kNumAtOnce, end - begin)));
   while (begin < end) {

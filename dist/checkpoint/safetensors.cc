@@ -69,7 +69,8 @@ std::string_view looks_like(std::string_view text) {
 }
 
 json parse_header(const std::string& path, std::string_view text) {
-  json header = parse_strict_json(path + ": header", text, kMaxHeaderDepth, "a safetensors file");
+  constexpr JsonRules kRules{.max_depth = kMaxHeaderDepth, .nbytes_each_member = 32};
+  json header = parse_strict_json(path + ": header", text, kRules, "a safetensors file");
   if (!header.is_object()) fail_input(path, "header is no JSON object, expected one");
   return header;
 }

@@ -1,12 +1,11 @@
 #include "dist/checkpoint/state.h"
 
-#include <fmt/ranges.h>
-
 #include <algorithm>
 #include <cstring>
 #include <set>
 
 #include "core/autograd.h"
+#include "core/text.h"
 #include "dist/fsdp/offload.h"
 #include "dist/fsdp/shard_view.h"
 
@@ -171,7 +170,7 @@ void check_tensors(const CheckpointReader& reader, const TrainingState& state) {
   }
   if (problems.empty()) return;
   throw CheckpointError(fmt::format("{}: tensors do not fit this model and optimizer: {}",
-                                    reader.dir(), fmt::join(problems, "; ")));
+                                    reader.dir(), join_few(problems, "; ")));
 }
 
 void load_slices(std::span<const Slice> slices, const SliceSource& source) {

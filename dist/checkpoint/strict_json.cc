@@ -64,13 +64,19 @@ void restore_python_numbers(json& value) {
   }
 }
 
-/// Looks at a text without keeping its values: depth, keys given twice, arrays that would take far
-/// more memory than the text. Time grows with the text alone (a parser with a callback looks at all
+/// Looks at a text without keeping its values: depth, keys given twice, what would take far more
+/// memory than the text. Time grows with the text alone (a parser with a callback looks at all
 /// members of an object again after each one).
 class Inspector : public json::json_sax_t {
  public:
-  Inspector(std::string_view what, size_t nbytes, int max_depth, bool has_marks)
-      : what_(what), nbytes_(nbytes), max_depth_(max_depth), has_marks_(has_marks) {}
+  Inspector(std::string_view what, size_t nbytes, const JsonRules& rules, bool has_marks)
+      : what_(what),
+        nbytes_(nbytes),
+        max_elements_(nbytes / 16 + rules.num_free_elements),
+        max_members_(nbytes / rules.nbytes_each_member + rules.num_free_elements),
+        max_containers_(nbytes / 8 + rules.num_free_elements),
+        max_depth_(rules.max_depth),
+        has_marks_(has_marks) {}
 
   bool null() override { return add_value(); }
   bool boolean(bool) override { return add_value(); }
@@ -85,6 +91,7 @@ class Inspector : public json::json_sax_t {
   bool end_array() override { return close(); }
   bool key(string_t& name) override {
     if (has_marks_ && name.starts_with(kMark)) return false;  // a number is no name
+    count_element("an object", max_members_);
     if (open_.back().keys.insert(name).second) return true;
     throw InputError(
         fmt::format("{} has {} twice, expected each name once", what_, json_text(name)));
@@ -103,16 +110,20 @@ class Inspector : public json::json_sax_t {
   bool add_value() {
     // A value may be as deep as the innermost object or array that is allowed.
     if (static_cast<int>(open_.size()) > max_depth_) fail_depth();
-    if (open_.empty() || !open_.back().is_array) return true;
-    // An element costs an array 16 bytes, and twice that while it grows.
-    const size_t max_elements = nbytes_ / 16 + 1024;
-    if (++open_.back().num_elements <= max_elements) return true;
-    throw InputError(
-        fmt::format("{} of {} bytes has an array of more than {} elements, expected fewer", what_,
-                    nbytes_, max_elements));
+    if (!open_.empty() && open_.back().is_array) count_element("an array", max_elements_);
+    return true;
+  }
+  /// An element costs an array 16 bytes, and twice that while it grows; an object some more.
+  void count_element(std::string_view where, size_t max) {
+    if (++open_.back().num_elements > max) {
+      fail_count(fmt::format("{} of more than {} elements", where, max));
+    }
   }
   bool open(bool is_array) {
     if (static_cast<int>(open_.size()) > max_depth_) fail_depth();
+    if (++num_containers_ > max_containers_) {
+      fail_count(fmt::format("more than {} arrays and objects", max_containers_));
+    }
     open_.push_back({{}, is_array, 0});
     return true;
   }
@@ -120,14 +131,18 @@ class Inspector : public json::json_sax_t {
     open_.pop_back();
     return add_value();
   }
+  [[noreturn]] void fail_count(const std::string& found) const {
+    throw InputError(fmt::format("{} of {} bytes has {}, expected fewer", what_, nbytes_, found));
+  }
   [[noreturn]] void fail_depth() const {
     throw InputError(fmt::format("{} nested too deep, expected {}", what_, max_depth_));
   }
 
   const std::string_view what_;
-  const size_t nbytes_;
+  const size_t nbytes_, max_elements_, max_members_, max_containers_;
   const int max_depth_;
   const bool has_marks_;
+  size_t num_containers_ = 0;
   std::vector<Open> open_;
 };
 
@@ -139,7 +154,7 @@ json parse_strict_json(std::string_view what, std::string_view text, const JsonR
                                                   text.find("Infinity") != std::string_view::npos);
   const std::string marked = has_marks ? mark_python_numbers(text) : std::string();
   const std::string_view seen = has_marks ? std::string_view(marked) : text;
-  Inspector inspector(what, text.size(), rules.max_depth, has_marks);
+  Inspector inspector(what, text.size(), rules, has_marks);
   if (json::sax_parse(seen.begin(), seen.end(), &inspector)) {
     json value = json::parse(seen.begin(), seen.end());
     if (has_marks) restore_python_numbers(value);

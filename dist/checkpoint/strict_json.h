@@ -8,6 +8,10 @@ namespace tessera::dist {
 
 struct JsonRules {
   int max_depth = 8;
+  /// Elements that are allowed for the text's length: of an array one for 16 bytes, of an object one
+  /// for so many, arrays and objects in all one for 8; and these beyond that.
+  size_t nbytes_each_member = 8;
+  size_t num_free_elements = 1024;
   /// NaN, Infinity and -Infinity, as Python's json writes them, are numbers.
   bool python_numbers = false;
 };
@@ -15,7 +19,8 @@ struct JsonRules {
 /// JSON of a file that nobody vouches for, in time and memory linear in its size. InputError that
 /// begins with `what`, such as "model.safetensors: header", and says what was `expected`, for text
 /// that is not UTF-8 or JSON, nests deeper than `max_depth`, names a key twice in one object, or
-/// has an array of so many tiny elements that it would take far more memory than the text.
+/// has so many tiny elements in an array or object, or so many empty ones of these, that they would
+/// take far more memory than the text.
 nlohmann::json parse_strict_json(std::string_view what, std::string_view text,
                                  const JsonRules& rules, std::string_view expected);
 nlohmann::json parse_strict_json(std::string_view what, std::string_view text, int max_depth,

@@ -5,6 +5,7 @@
 #include <optional>
 #include <utility>
 
+#include "core/text.h"
 #include "dist/comm/transport.h"
 #include "dist/comm/watchdog.h"
 
@@ -133,7 +134,8 @@ void Control::verdict(const Error* mine) {
   const auto failed = std::find_if(statuses.begin(), statuses.end(), [](int s) { return s != 0; });
   if (failed == statuses.end()) return;
   const int root = static_cast<int>(failed - statuses.begin());
-  verdict_message_ = broadcast(root == rank() ? mine->what() : std::string(), root);
+  const std::string text = root == rank() ? shorten(mine->what(), kMaxVerdictNbytes) : "";
+  verdict_message_ = broadcast(text, root);
   verdict_rank_ = root;
   has_thrown_verdict_ = true;
   throw_with_status(*failed, verdict_message_);

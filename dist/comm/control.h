@@ -42,8 +42,9 @@ class Control {
   double sum(double mine);
 
   /// Makes what one rank alone sees a decision of all: runs `body`; if it throws an Error on any
-  /// rank, every rank throws an error with the message and exit status of the lowest such rank.
-  /// Other exceptions pass through on their rank alone.
+  /// rank, every rank throws an error with the message and exit status of the lowest such rank, the
+  /// message cut to `kMaxVerdictNbytes` or so. Other exceptions pass through on their rank alone.
+  static constexpr size_t kMaxVerdictNbytes = 4096;
   void verdict(const std::function<void()>& body);
   /// The same for an error that was caught before (null: this rank has none).
   void verdict(const Error* mine);

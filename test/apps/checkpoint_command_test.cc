@@ -55,6 +55,20 @@ TEST_CASE("tessera-checkpoint: inspect, verify, export, reshard", "[checkpoint]"
     CHECK_THAT(text, Catch::Contains(part));
   }
   int status = -1;
+  // Names out of files are shown, whatever they would do to a terminal.
+  const std::string odd = dir / "odd\x1b[2J\nerror: forged";
+  std::filesystem::create_directory(odd);
+  std::filesystem::copy(out + "/step-00000004", odd + "/step-00000004");
+  dist::Manifest manifest = dist::CheckpointReader(out + "/step-00000004").manifest();
+  manifest.project_version = "a\x1b]0;run\x07\nerror: forged" + std::string(5000, 'r');
+  dir.write("odd\x1b[2J\nerror: forged/step-00000004/manifest.json", dist::to_json(manifest));
+  for (const char* command : {"inspect", "verify"}) {
+    const std::string shown = output_of({command, odd});
+    CHECK_THAT(shown, Catch::Contains("odd\\x1b[2J\\nerror: forged"));
+    CHECK(shown.find('\x1b') == std::string::npos);
+    CHECK(shown.find("\nerror: ") == std::string::npos);
+    CHECK(shown.find(std::string(250, 'r')) == std::string::npos);
+  }
   CHECK(output_of({"verify", out}, &status) ==
         output_of({"verify", out + "/step-00000004"}) +
             output_of({"verify", out + "/step-00000002"}) + out +

@@ -24,6 +24,15 @@ TEST_CASE("config: what is wrong is named with key, place and what is allowed", 
       {"[model]\nlayer = 3",
        {},
        "f.toml:2: unknown key model.layer, expected a known one (nearest: model.layers)"},
+      {"[train]\nmicro_batch = 1048576\n[model]\ncontext = 16777216",
+       {"--data.text=x"},
+       "f.toml:2: train.micro_batch = 1048576 with model.context = 16777216, expected at "
+       "most "
+       "2147483647 tokens in a pass"},
+      {"",
+       {"--data.text=x", "--model.ignore_keys=a,b"},
+       "command line: model.ignore_keys = \"a,b\" without model.from, expected the model that has "
+       "them"},
       {"[modle]\nlayers = 3",
        {},
        "f.toml:1: unknown section [modle], expected a known one (nearest: model)"},
@@ -213,6 +222,67 @@ TEST_CASE("config: a key given twice and broken TOML name the line", "[config]")
   CHECK(twice.starts_with("f.toml:3: "));
   CHECK(twice.find("'layers'") != std::string::npos);
   CHECK(error_of([] { parse_config("[model]\n\nlayers 1", "f.toml"); }).starts_with("f.toml:3: "));
+}
+
+TEST_CASE("config: names and brackets as deep as nobody means are refused before they are parsed",
+          "[config]") {
+  const auto message = [](const std::string& toml) {
+    return error_of([&] { parse_config(toml, "f.toml"); });
+  };
+  const auto repeat = [](std::string_view text, int count) {
+    std::string all;
+    for (int i = 0; i < count; ++i) all += text;
+    return all;
+  };
+  constexpr int kMany = 100'000;  // levels of a stack that nobody has
+  const std::string names = "f.toml:2: a key of more than 9 names, expected section.key";
+  CHECK(message("\na" + repeat(".a", kMany) + " = 1") == names);
+  CHECK(message("\n[a" + repeat(" . \"a\"", kMany) + "]") == names);
+  CHECK(message("\n[[a" + repeat(".'a'", kMany) + "]]") == names);
+  CHECK(message("\na = {b" + repeat(".b", kMany) + " = 1}") == names);
+  CHECK(message("\na = \"x\" # \"\na.b" + repeat(".b", kMany)).starts_with("f.toml:3: a key of"));
+  const std::string brackets = "f.toml:2: 9 brackets inside each other, expected at most 8";
+  CHECK(message("\na = " + repeat("[", kMany)) == brackets);
+  CHECK(message("\na = " + repeat("{a=", kMany)) == brackets);
+  CHECK(message("\na = [\"\"\"x\"\"\"\", " + repeat("[", kMany)) == brackets);
+  CHECK(message("\na = ['''\\''', " + repeat("[", kMany)) == brackets);
+  CHECK(message("\na = ['\\', " + repeat("[", kMany)) == brackets);
+  CHECK(message("\na = [\"\\\\\", " + repeat("[", kMany)) == brackets);
+  // Dots and brackets in strings and comments are text.
+  const std::string text = repeat("[.{", 40);
+  const Config config =
+      parse_config("# " + text + "\ndata.text = '" + text + "'\nsample.prompt = \"\"\"\n\\\"" +
+                       text + "\"\"\"\n[output]\ndir = \"" + text + "\"",
+                   "f.toml");
+  CHECK(config.data.text == text);
+  CHECK(config.sample.prompt == "\"" + text);
+  CHECK(message(std::string(kMaxConfigNbytes + 1, '\n')) ==
+        "f.toml: 1048577 bytes, expected at most 1048576");
+}
+
+TEST_CASE("config: what is too long for a message is cut in it", "[config]") {
+  const std::string text(kMaxConfigNbytes - 100, 'x');
+  const std::string word(100'000, 'x');
+  for (const std::string& toml :
+       {text + " = 1", "[" + text + "]", "model." + text + " = 1", "model.kind = '" + text + "'",
+        "model.layers = '" + text + "'", "model.eos_ids = '" + text + "'", text,
+        "model.kind = 'gpt2'\nmodel." + word + " = 1\nmodel." + word + " = 2",
+        "output.dir = \"" + text + "\\u0001\"", "memory.limit = '" + text + "'"}) {
+    const std::string error =
+        error_of([&] { parse_config(toml + "\n[data]\ntext = 'a'", "f.toml"); });
+    CAPTURE(error.substr(0, 1000));
+    CHECK(error.size() > 20);
+    CHECK(error.size() < 700);
+  }
+  for (const std::string& argument :
+       {word, "--" + word + "=1", "--model.kind=" + word, "--model.layers=" + word}) {
+    const std::string error =
+        error_of([&] { parse_config("", "", std::vector<std::string>{argument}); });
+    CAPTURE(error.substr(0, 1000));
+    CHECK(error.size() > 20);
+    CHECK(error.size() < 700);
+  }
+  CHECK(error_of([&] { config_help(word); }).size() < 1000);
 }
 
 TEST_CASE("config: errors are ConfigErrors with exit status 2", "[config]") {

@@ -349,6 +349,16 @@ TEST_CASE("data: shards by glob, split or with shards of their own for validatio
   CHECK(own.train.num_tokens() == 40);
   CHECK(own.val.num_tokens() == 6);
   CHECK(own.tokenizer == nullptr);
+  // A path that is there is taken as it is, whatever glob(3) would make of it.
+  std::filesystem::create_directory(dir / "[x]");
+  dir.write("[x]/a*.bin", shard_bytes({20240520, 1, 7}, 2, 7));
+  dir.write("[x]/ab.bin", shard_bytes({20240520, 1, 8}, 2, 8));
+  config.data.tokens = dir / "[x]/a*.bin";
+  CHECK(load_data(config).train.num_tokens() == 7);
+  std::filesystem::remove(dir / "[x]/a*.bin");
+  CHECK(error_of([&] { load_data(config); }).ends_with(": no file matches, expected token shards"));
+  config.data.tokens = dir / "\\[x]/a*.bin";
+  CHECK(load_data(config).train.num_tokens() == 8);
   config.data.tokens = dir / "none_*.bin";
   CHECK(error_of([&] { load_data(config); }) ==
         "data.tokens = " + (dir / "none_*.bin") + ": no file matches, expected token shards");

@@ -101,6 +101,22 @@ for words in "${launches[@]}"; do
 done
 
 launch=()
+# What a model says does not act on a terminal; a file gets it as it is.
+say=("$generate" --checkpoint "$dir/out" --prompt $'a\e[2Jb' --tokens 0)
+"${say[@]}" 2>/dev/null >"$dir/said"
+grep -q $'^a\e\[2Jb' "$dir/said" || { echo "a file gets other text"; failures=$((failures + 1)); }
+said=$(python3 -c 'import pty, sys; pty.spawn(sys.argv[1:])' "${say[@]}" 2>&1 | cat -v)
+[[ $said == *'a\x1b[2Jb'* && $said != *'^[[2J'* ]] ||
+  { echo "on a terminal: $said"; failures=$((failures + 1)); }
+# Names as deep as no stack, in the configuration that is stored with a model.
+cp -r "$dir/out" "$dir/deep"
+rm -r "$dir"/deep/step-*
+(printf 'a'; printf '.a%.0s' $(seq 100000); echo ' = 1') >"$dir/deep/config.toml"
+expect 2 "deep/config.toml:1: a key of more than 9 names, expected section.key" \
+  "$generate" --checkpoint "$dir/deep" --prompt line --tokens 0
+expect 2 "deep/config.toml:1: a key of more than 9 names, expected section.key" \
+  "$train" "$dir/deep/config.toml" --data.text="$dir/text"
+
 # A text that is cut while a run reads it: when the run has begun, its next samples are gone.
 seq 20000 >"$dir/long"
 mkdir "$dir/cut"

@@ -191,6 +191,24 @@ TEST_CASE("metrics: the log has a JSON line a step and prints every n-th", "[met
   CHECK(printed.find('\r') == std::string::npos);
 }
 
+TEST_CASE("metrics: what is printed cannot steer the terminal", "[metrics]") {
+  const testing::TempDir dir;
+  std::FILE* out = std::tmpfile();
+  {
+    MetricsLog log({.dir = dir.path(), .out = out});
+    log.print("model: a\x1b[2J\x07/b\nnext\rline " + std::string(10'000, 'x'));
+    log.print_text("sample:\n\tone\x1b]0;title\x07 \xff\n" + std::string(10'000, 'y'));
+  }
+  std::rewind(out);
+  std::string printed(32768, '\0');
+  printed.resize(std::fread(printed.data(), 1, printed.size(), out));
+  std::fclose(out);
+  CHECK(printed.starts_with("model: a\\x1b[2J\\x07/b\nnext\\rline xxx"));
+  CHECK(std::count(printed.begin(), printed.end(), 'x') < 4200);
+  CHECK(printed.find("\nsample:\n\tone\\x1b]0;title\\x07 \\xff\nyyy") != std::string::npos);
+  CHECK(printed.ends_with("\n" + std::string(10'000, 'y') + "\n"));  // a text is not cut
+}
+
 TEST_CASE("metrics: what cannot be written is an error, and the file keeps whole lines",
           "[metrics]") {
   const testing::TempDir dir;

@@ -12,6 +12,7 @@
 #include "core/files.h"
 #include "dist/comm/local.h"
 #include "test/golden/golden.h"
+#include "test/stderr_of.h"
 #include "test/temp_dir.h"
 #include "test/testing.h"
 
@@ -20,6 +21,7 @@ namespace {
 
 using testing::error_of;
 using testing::read_file;
+using testing::stderr_of;
 using testing::TempDir;
 
 std::string folder(const std::string& family) {
@@ -68,6 +70,68 @@ TEST_CASE("model_from: the sizes are those of config.json", "[model_from]") {
   CHECK(config_for(dir, "qwen3").model.qk_norm);
   CHECK(error_of([&] { config_for(dir, "gpt2", {"--model.context=1000"}); }) ==
         "command line: model.context = 1000, expected 24 of " + folder("gpt2") + "/config.json");
+}
+
+TEST_CASE("model_from: keys that are to be ignored give no warning, and hide no error",
+          "[model_from]") {
+  const TempDir dir;
+  const std::string model = dir / "model";
+  std::filesystem::copy(folder("llama2"), model);
+  const auto set = [&](const char* key, const nlohmann::json& value) {
+    auto object = nlohmann::json::parse(read_file(model + "/config.json"));
+    object[key] = value;
+    dir.write("model/config.json", object.dump());
+  };
+  const auto load = [&](const std::vector<std::string>& extra) {
+    std::vector<std::string> options = {"--model.from=" + model};
+    options.insert(options.end(), extra.begin(), extra.end());
+    return config_for(dir, "llama2", options);
+  };
+  set("one_thing", 3);
+  set("other_thing", "x");
+  CHECK(stderr_of([&] { load({"--model.ignore_keys=one_thing, other_thing"}); }) == "");
+  const Config config = load({"--model.ignore_keys=one_thing"});
+  CHECK(stderr_of([&] { load({"--model.ignore_keys=one_thing"}); }) == "");  // said before
+  CHECK(ignored_keys(config.model) == std::vector<std::string>{"one_thing"});
+  CHECK(dump_config(config).find("ignore_keys") == std::string::npos);
+  // Training opens the model again, with the same keys.
+  const auto text = stderr_of([&] {
+    dist::run_ranks(1, [&](dist::World& world) {
+      train(load({"--model.ignore_keys=one_thing,other_thing"}), world);
+    });
+  });
+  CHECK(text.find("warning: ") == std::string::npos);
+  set("my_scale", 2);
+  CHECK(error_of([&] { load({"--model.ignore_keys=my_scale"}); }) ==
+        model + "/config.json: key my_scale = 2 is not supported for LlamaForCausalLM");
+}
+
+TEST_CASE("model_from: sizes that the files do not bear out get no further", "[model_from]") {
+  const TempDir dir;
+  const std::string model = dir / "model";
+  const auto error_with = [&](const char* key, const nlohmann::json& value, bool has_weights) {
+    std::filesystem::remove_all(model);
+    std::filesystem::copy(folder("llama2"), model);
+    if (!has_weights) std::filesystem::remove(model + "/model.safetensors");
+    auto object = nlohmann::json::parse(read_file(model + "/config.json"));
+    object[key] = value;
+    dir.write("model/config.json", object.dump());
+    return error_of([&] { config_for(dir, "llama2", {"--model.from=" + model}); });
+  };
+  const int64_t most = 2147483647;
+  CHECK_THAT(error_with("num_hidden_layers", most, true),
+             Catch::Contains("2147483647 layers, expected no more than the "));
+  CHECK(error_with("num_hidden_layers", most, false) ==
+        model + "/config.json: model.layers = 2147483647, expected an integer in [1, 10000]");
+  for (const bool has_weights : {true, false}) {
+    CHECK_THAT(error_with("num_attention_heads", most, has_weights),
+               Catch::EndsWith("num_attention_heads is 2147483647, expected an integer in [1, "
+                               "65536]"));
+  }
+  CHECK_THAT(error_with("hidden_size", 1 << 20, true),
+             Catch::Contains("tensors are not those of config.json"));
+  CHECK_THAT(error_with("rms_norm_eps", 1e-40, false),
+             Catch::Contains("model.norm_eps = 1e-40, expected a number in ["));
 }
 
 TEST_CASE("model_from: ids of begin, end and padding go through a checkpoint into an export",

@@ -105,6 +105,8 @@ TEST_CASE("run_control: before the first step a signal ends a process that is bl
   for (const auto& [number, name] : kAsk) {
     CAPTURE(name);
     const TempDir dir;
+    const std::string other = dir.write("other", "of somebody else");
+    REQUIRE(::symlink(other.c_str(), (dir / "status.json.died").c_str()) == 0);
     const int status =
         end_of_child({number}, [&](const auto& say_ready, const auto& block_in_read) {
           const SignalHandlers handlers;
@@ -117,6 +119,7 @@ TEST_CASE("run_control: before the first step a signal ends a process that is bl
     CHECK(status_in(dir)["state"] == "failed");
     CHECK(status_in(dir)["step"] == 41);
     CHECK(status_in(dir)["why"] == std::string("rank 1: ended before the first step by ") + name);
+    CHECK(read_file(other) == "of somebody else");  // the link was replaced, not followed
   }
 }
 

@@ -13,6 +13,7 @@
 #include <map>
 #include <nlohmann/json.hpp>
 #include <sstream>
+#include <thread>
 
 #include "apps/checkpoint_command.h"
 #include "apps/run_control.h"
@@ -231,6 +232,73 @@ TEST_CASE("run status: replaced whole, read back, and told in words", "[run_dir]
     dir.write("status.json", other);
     CHECK_FALSE(read_status(dir.path()).has_value());
   }
+}
+
+TEST_CASE("run status: what nobody has written is no status, however large or deep", "[run_dir]") {
+  const TempDir dir;
+  const auto has_status = [&](const std::string& text) {
+    dir.write("status.json", text);
+    dir.write("run.json", text);
+    CHECK(read_run(dir.path()).empty());
+    return read_status(dir.path()).has_value();
+  };
+  CHECK(has_status(R"({"state":"running"})"));
+  CHECK_FALSE(has_status(R"({"state":"running","state":"failed"})"));
+  CHECK_FALSE(has_status(R"({"state":"running","x":)" + std::string(60'000, '[')));
+  CHECK_FALSE(has_status(R"({"state":"running"})" + std::string(70'000, ' ')));
+  REQUIRE(has_status(R"({"state":"failed","step":-5,"pid":18446744073709551615,"why":")" +
+                     std::string(20'000, 'x') + "\"}"));
+  CHECK(read_status(dir.path()).value().step == 0);
+  CHECK(read_status(dir.path()).value().pid == 0);
+  CHECK(describe_run(dir.path()).size() < 300);
+  write_status(dir.path(), RunState::kFailed, 1, std::string(10'000'000, 'x'));
+  CHECK(read_status(dir.path()).value().why.size() < 5000);
+}
+
+TEST_CASE("run lock: while ranks train, the writer's byte and that of the others are locked",
+          "[run_dir]") {
+  const TempDir dir;
+  std::thread run([&] { train_on(3, small_config(dir, {"--train.steps=100000000"})); });
+  while (!fs::exists(dir / "out/metrics.jsonl") || fs::file_size(dir / "out/metrics.jsonl") == 0) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
+  const int fd = ::open((dir / "out/run.lock").c_str(), O_RDWR | O_CLOEXEC);
+  const auto kind_of = [&](int64_t byte) {
+    struct flock lock {};
+    lock.l_type = F_WRLCK;
+    lock.l_whence = SEEK_SET;
+    lock.l_start = byte;
+    lock.l_len = 1;
+    return ::fcntl(fd, F_OFD_GETLK, &lock) == 0 ? lock.l_type : -1;
+  };
+  const int of_writer = kind_of(0), of_ranks = kind_of(1);
+  request_preemption("the test");
+  run.join();
+  CHECK(of_writer == F_WRLCK);
+  CHECK(of_ranks == F_RDLCK);
+  CHECK(kind_of(0) == F_UNLCK);
+  CHECK(kind_of(1) == F_UNLCK);
+  ::close(fd);
+}
+
+TEST_CASE("run dir: a configuration of more than is stored is named before a model is made",
+          "[run_dir]") {
+  const TempDir dir;
+  train_on(1, small_config(dir));
+  const std::string path = dir / "out/config.toml", text = read_file(path);
+  const auto error_with = [&](const std::string& from, const std::string& to) {
+    std::string changed = text;
+    REQUIRE(changed.find(from) != std::string::npos);
+    dir.write("out/config.toml", changed.replace(changed.find(from), from.size(), to));
+    return error_of([&] { load_model(dir / "out"); });
+  };
+  CHECK(error_with("\nlayers = 1\n", "\nlayers = 10000\n") ==
+        dir / "out/model.safetensors: 8 tensors, expected those of model.layers = 10000");
+  // 256 GiB of embeddings alone
+  CHECK(error_with("\nvocab = 0\n", "\nvocab = 2147483647\n") ==
+        dir / "out/model.safetensors: tensor embed.weight is [256, 16], expected [2147483647, 16]");
+  CHECK(error_with("\nlayers = 1\n", "\nlayers = 2\n") ==
+        dir / "out/model.safetensors: no tensor blocks.1.norm1.weight among 8, expected it");
 }
 
 TEST_CASE("run dir: no start over a run without --resume or --output.overwrite", "[run_dir]") {

@@ -555,6 +555,8 @@ ROWS = [
 # Keys whose effect cannot be seen by a run of these programs on this machine: the file of the test
 # that sees it, and its name.
 ELSEWHERE = {
+    "model.ignore_keys": ("apps/model_from_test.cc",
+                          "keys that are to be ignored give no warning, and hide no error"),
     "dist.nccl_reduce": ("apps/trainer_test.cc", "the keys of NCCL reach its communicators"),
     "dist.nccl_max_ctas": ("apps/trainer_test.cc", "the keys of NCCL reach its communicators"),
     "memory.split":

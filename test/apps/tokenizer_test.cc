@@ -118,11 +118,24 @@ TEST_CASE("tokenizer: JSON reads back as the same tokenizer", "[tokenizer]") {
         dir / "none.json: No such file or directory, expected a file");
 }
 
+TEST_CASE("tokenizer: one of all characters of a large script reads back", "[tokenizer]") {
+  std::string text;
+  for (unsigned code = 0x4e00; code < 0x9fa0; ++code) {  // in UTF-8 three bytes each
+    text += static_cast<char>(0xe0 | (code >> 12));
+    text += static_cast<char>(0x80 | ((code >> 6) & 0x3f));
+    text += static_cast<char>(0x80 | (code & 0x3f));
+  }
+  const auto tokenizer = make_char_tokenizer(text);
+  const auto again = parse_tokenizer(tokenizer->to_json(), "t.json");
+  CHECK(again->vocab_size() == 0x9fa0 - 0x4e00);
+  CHECK(again->decode(again->encode(text)) == text);
+}
+
 TEST_CASE("tokenizer: a damaged file is refused", "[tokenizer]") {
   const auto message = [](const char* json) {
     return error_of([&] { parse_tokenizer(json, "t.json"); });
   };
-  CHECK(message("") == "t.json: not a JSON object, expected a saved tokenizer");
+  CHECK(message("") == "t.json of 0 bytes is not JSON, expected a saved tokenizer");
   CHECK(message("[1]") == "t.json: not a JSON object, expected a saved tokenizer");
   CHECK(message("{}") == "t.json: no type, expected \"type\": \"byte\" or \"char\"");
   CHECK(message(R"({"type": "bpe"})") == "t.json: type \"bpe\", expected \"byte\" or \"char\"");
@@ -136,7 +149,14 @@ TEST_CASE("tokenizer: a damaged file is refused", "[tokenizer]") {
   CHECK(message(R"({"type": "char", "chars": ["a", "b", "a"]})") ==
         "t.json: character \"a\" twice, expected each once");
   CHECK(message("{\"type\": \"char\", \"chars\": [\"\xff\"]}") ==
-        "t.json: not a JSON object, expected a saved tokenizer");
+        "t.json of 32 bytes is not JSON, expected a saved tokenizer");
+  const std::string deep(100000, '[');
+  CHECK(message(deep.c_str()) == "t.json nested too deep, expected 16");
+  const std::string long_entry =
+      R"({"type": "char", "chars": [")" + std::string(9000, 'x') + "\"]}";
+  CHECK(message(long_entry.c_str()).size() < 400);
+  const std::string long_type = R"({"type": ")" + std::string(9000, 'x') + "\"}";
+  CHECK(message(long_type.c_str()).size() < 400);
   CHECK_THROWS_AS(parse_tokenizer("", "t.json"), InputError);
 }
 

@@ -81,19 +81,35 @@ TEST_CASE("files: a mapped file has the bytes of the file", "[files]") {
   CHECK(MappedFile(dir.write("empty", "")).nbytes() == 0);
 }
 
+TEST_CASE("files: a link with the name of a temporary file is replaced, not followed", "[files]") {
+  const testing::TempDir dir;
+  const std::string other = dir.write("other", "of somebody else");
+  REQUIRE(::symlink(other.c_str(), (dir / "a.tmp").c_str()) == 0);
+  write_file_atomically(dir / "a", "text");
+  CHECK(testing::read_file(dir / "a") == "text");
+  CHECK_FALSE(std::filesystem::is_symlink(dir / "a"));
+  REQUIRE(::link(other.c_str(), (dir / "a.tmp").c_str()) == 0);  // a second name of the same file
+  write_file_atomically(dir / "a", "next");
+  CHECK(testing::read_file(dir / "a") == "next");
+  dir.write("a.tmp", "left by a process that was killed");
+  write_file_atomically(dir / "a", "last");
+  CHECK(testing::read_file(dir / "a") == "last");
+  CHECK(testing::read_file(other) == "of somebody else");
+}
+
 TEST_CASE("files: a write that cannot begin leaves what has the name of its temporary file",
           "[files]") {
   const testing::TempDir dir;
-  const std::string temporary = dir / "a.tmp";
-  REQUIRE(::symlink((dir / "none/x").c_str(), temporary.c_str()) == 0);
+  std::filesystem::create_directory(dir / "a.tmp");
   std::string error;
   try {
     write_file_atomically(dir / "a", "text");
   } catch (const IoError& e) {
     error = e.what();
   }
-  CHECK(error == dir / "a: cannot be written: No such file or directory");
-  CHECK(std::filesystem::is_symlink(temporary));
+  CHECK(error == dir / "a: cannot be written: Is a directory");
+  CHECK(std::filesystem::is_directory(dir / "a.tmp"));
+  CHECK_FALSE(std::filesystem::exists(dir / "a"));
 }
 
 TEST_CASE("files: a mapped file that is cut gives zeros and says so, with its name", "[files]") {

@@ -49,6 +49,20 @@ TEST_CASE("tensor: values go in and come out of every dtype", "[tensor]") {
                "from_values: number of values and shape [3] differ"));
 }
 
+TEST_CASE("tensor: a shape with more bytes than can be counted is refused", "[tensor]") {
+  constexpr int64_t k2p31 = int64_t{1} << 31;
+  for (const Shape& shape :
+       {Shape{k2p31, k2p31, 2}, Shape{k2p31, k2p31}, Shape{k2p31, k2p31, k2p31, 0},
+        Shape{INT64_MAX}, Shape{INT64_MAX, 2}, Shape{int64_t{1} << 60, 2}}) {
+    CAPTURE(shape);
+    CHECK(error_of([&] { empty(shape, kF32); }) ==
+          fmt::format("empty: f32 {} has more bytes than any memory, expected fewer than "
+                      "4611686018427387904",
+                      shape));
+  }
+  CHECK(empty({0, 5}, kF32).numel() == 0);
+}
+
 TEST_CASE("tensor: host values may go as soon as from_values returns", "[tensor]") {
   std::vector<float> values(1000, 3.0f);
   const Tensor t = from_values(std::span<const float>(values), {1000});

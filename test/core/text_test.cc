@@ -27,6 +27,26 @@ TEST_CASE("text: lines of a message that begin at the left are escaped", "[text]
   CHECK(printable_message("no tensor a\n error: b\r\n  c") == "no tensor a\\n error: b\\r\n  c");
 }
 
+TEST_CASE("text: what comes in pieces is shown when its characters are whole", "[text]") {
+  // e with acute, euro, an emoji; an escape; half of a character before another one and at the end.
+  const std::string text = "a\xc3\xa9\xe2\x82\xac\xf0\x9f\x99\x82\x1b[2J\t\xe2\x82z\xf0\x9f";
+  const std::string shown = printable(text, "\t");
+  for (const size_t length : {1, 2, 3, 5, 100}) {
+    CAPTURE(length);
+    PrintableStream stream("\t");
+    std::string all;
+    for (size_t at = 0; at < text.size(); at += length) all += stream.add(text.substr(at, length));
+    CHECK(all + stream.finish() == shown);
+  }
+  CHECK(shown.ends_with("\\x1b[2J\t\\xe2\\x82z\\xf0\\x9f"));
+  PrintableStream stream("");
+  CHECK(stream.add("\xe2") == "");
+  CHECK(stream.add("\x82") == "");
+  CHECK(stream.add("\xac") == "\xe2\x82\xac");
+  CHECK(stream.add("\xc0") == "\\xc0");           // begins nothing
+  CHECK(stream.add("\xed\xa0") == "\\xed\\xa0");  // half a surrogate
+}
+
 TEST_CASE("text: long names keep their beginning and end", "[text]") {
   CHECK(shorten("abc", 3) == "abc");
   CHECK(shorten("abcdefghijkl", 6) == "abcd[... 6 bytes ...]kl");
@@ -42,7 +62,14 @@ TEST_CASE("text: a list shows a few and counts the rest", "[text]") {
   CHECK(join_few(names, "; ", 2) == "a; b and 2 more");
   CHECK(join_few(names, ", ", 4) == "a, b, c, d");
   CHECK(join_few(std::vector<std::string_view>{}).empty());
-  CHECK(join_few(std::vector<std::string>(5000, std::string(5000, 'x'))).size() < 3000);
+  CHECK(join_few(std::vector<int>{3, 5}) == "3, 5");
+  const std::string long_list = join_few(std::vector<std::string>(5000, std::string(5000, 'x')));
+  CHECK(long_list.size() < kMaxListShown + 50);
+  CHECK(long_list.ends_with("x and 4998 more"));
+  // What does not fit ends the list: nothing of it is left out in between.
+  const std::vector<std::string> mixed = {std::string(190, 'a'), std::string(190, 'b'),
+                                          std::string(190, 'c'), std::string(190, 'd'), "e"};
+  CHECK(join_few(mixed).ends_with("c and 2 more"));
 }
 
 }  // namespace tessera

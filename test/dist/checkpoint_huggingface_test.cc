@@ -248,11 +248,11 @@ TEST_CASE("huggingface: configs that are not supported are named", "[huggingface
   const std::string gpt2 = R"("model_type": "gpt2", "vocab_size": 8, "n_positions": 4, "n_embd": 4,
                               "n_layer": 1)";
   CHECK(error("{" + gpt2 + "}") ==
-        "config.json: n_head is missing, expected an integer in [1, 2147483647]");
+        "config.json: n_head is missing, expected an integer in [1, 65536]");
   CHECK(error("{" + gpt2 + R"(, "n_head": 0})") ==
-        "config.json: n_head is 0, expected an integer in [1, 2147483647]");
+        "config.json: n_head is 0, expected an integer in [1, 65536]");
   CHECK(error("{" + gpt2 + R"(, "n_head": "2"})") ==
-        "config.json: n_head is \"2\", expected an integer in [1, 2147483647]");
+        "config.json: n_head is \"2\", expected an integer in [1, 65536]");
   CHECK(
       error("{" + gpt2 + R"(, "n_head": 2, "activation_function": "relu"})") ==
       "config.json: activation_function is \"relu\", expected gelu_new, gelu_pytorch_tanh or gelu");
@@ -721,12 +721,22 @@ TEST_CASE("huggingface: keys that change numbers are errors, unknown ones a sing
           parse_hf_config("one/config.json", unknown);
         }) ==
         "warning: one/config.json: keys that nothing is known of here are ignored: another\\x1b, "
-        "new_thing\n");
+        "new_thing (no warning for those in model.ignore_keys)\n");
   CHECK(stderr_of([&] {
           parse_hf_config("two/config.json", unknown, {"new_thing", "another\x1b"});
         }) == "");
-  CHECK_NOTHROW(parse_hf_config("config.json", config(R"("quantization_config": {"bits": 4})"),
-                                {"quantization_config"}));
+  // What changes numbers cannot be ignored, inside an object neither.
+  for (const char* key : {"quantization_config", "my_scale", "bits", "rope_scaling", "new"}) {
+    CHECK_THROWS_AS(
+        parse_hf_config("config.json", config(R"("quantization_config": {"bits": 4})"), {key}),
+        InputError);
+    CHECK_THROWS_AS(parse_hf_config("config.json", config(R"("my_scale": 2)"), {key}), InputError);
+    CHECK_THROWS_AS(
+        parse_hf_config("config.json",
+                        config(R"("rope_scaling": {"type": "linear", "factor": 2, "new": 3})"),
+                        {key}),
+        InputError);
+  }
 }
 
 TEST_CASE("huggingface: links inside the repository's folder are followed", "[huggingface]") {
@@ -845,6 +855,23 @@ TEST_CASE("huggingface: names of wrapped modules are read without the wrapper", 
   std::ofstream(dir + "/adapter_model.safetensors") << "x";
   CHECK(error_of([&] { HfReader reader(dir); }).find("(it has a PEFT adapter; merge it") !=
         std::string::npos);
+}
+
+TEST_CASE("huggingface: a name that is made of wrappers without end is refused", "[huggingface]") {
+  const TempDir temp;
+  const std::string dir = copy_of("llama2", temp);
+  std::string name;
+  while (name.size() < 20'000'000) name += "_orig_mod.";
+  {
+    SafetensorsWriter writer(dir + "/model.safetensors", {{name, kF32, Shape{1}}});
+    const float value = 1;
+    writer.write(name, &value, sizeof(value));
+    writer.finish();
+  }
+  const std::string error = error_of([&] { HfReader reader(dir); });
+  CHECK_THAT(error, Catch::EndsWith(
+                        fmt::format("has a name of {} bytes, expected at most 4096", name.size())));
+  CHECK(error.size() < 500);
 }
 
 TEST_CASE("huggingface: a value that is not finite is named by its tensor", "[huggingface]") {

@@ -210,6 +210,24 @@ TEST_CASE("safetensors: a header of many tensors is read in one pass", "[safeten
   for (const SafetensorsEntry& entry : entries) CHECK_NOTHROW(file.find(entry.name));
 }
 
+TEST_CASE("safetensors: a header of tiny things without number is refused", "[safetensors]") {
+  const auto repeat = [](std::string_view text, int count) {
+    std::string all;
+    for (int i = 0; i < count; ++i) all += text;
+    return all;
+  };
+  std::string members;
+  for (int i = 0; i < 40'000; ++i) members += fmt::format("\"{}\":0,", i);
+  // Each would take far more memory than its text.
+  CHECK_THAT(message("{\"a\":[" + repeat("0,", 20'000) + "0]}"),
+             Catch::EndsWith("has an array of more than 3524 elements, expected fewer"));
+  CHECK_THAT(message("{" + members + "\"a\":0}"), Catch::Contains("has an object of more than ") &&
+                                                      Catch::EndsWith(" elements, expected fewer"));
+  const std::string empty = "[" + repeat("[],", 800) + "[]]";
+  CHECK_THAT(message("{\"a\":" + empty + ",\"b\":" + empty + ",\"c\":" + empty + "}"),
+             Catch::EndsWith(" arrays and objects, expected fewer"));
+}
+
 TEST_CASE("safetensors: offsets must tile the data", "[safetensors]") {
   const auto with_offsets = [](const std::string& a, const std::string& b) {
     return message(R"({"a":{"dtype":"U8","shape":[2],"data_offsets":)" + a +

@@ -12,6 +12,7 @@
 #include "core/runtime/context.h"
 #include "core/runtime/staging.h"
 #include "core/tensor.h"
+#include "core/text.h"
 #include "dist/comm/mesh.h"
 #include "dist/comm/world.h"
 
@@ -325,6 +326,11 @@ inline void check_verdict(World& world) {
                  [&] { throw IoError(fmt::format("disk of rank {}", rank)); });
   expect_verdict(n - 1, 1, "shapes", [&] {
     if (rank == n - 1) throw ShapeError("shapes");
+  });
+  // Of a message that is no text for people, the ranks exchange the two ends.
+  const std::string large = "begin" + std::string(10'000'000, 'x') + "end";
+  expect_verdict(n - 1, 3, shorten(large, Control::kMaxVerdictNbytes), [&] {
+    if (rank == n - 1) throw InputError(large);
   });
   expect(control.verdict_rank(Error("something else")) == -1, "verdict: another error is none");
 }
