@@ -73,13 +73,23 @@ std::optional<double> evaluate(nn::LanguageModel& model, dist::Fsdp& fsdp, dist:
   };
   int64_t num_valid = 0;
   bool is_cut = false;
+  std::optional<InputError> error;
+  // A rank that cannot read its data runs padding until the ranks are through, as one whose turn is
+  // beyond the last batch does: all ranks make the same collectives.
+  const auto batch_of = [&](int64_t index) {
+    const int64_t end = samples.num_samples();
+    try {
+      return samples.batch(index < batches ? index * B : end, B);
+    } catch (const InputError& e) {
+      if (!error) error = e;
+      return samples.batch(end, B);
+    }
+  };
   for (int64_t pass = 0; pass < passes; ++pass) {
     if (in_flight.size() == kMaxAhead) take();
     is_cut = world.control().max(is_to_end() ? 1 : 0) != 0;
     if (is_cut) break;
-    const int64_t index = pass * ranks + world.rank();
-    // A rank whose turn is beyond the last one runs padding: all ranks make the same collectives.
-    const Batch batch = samples.batch(index < batches ? index * B : samples.num_samples(), B);
+    const Batch batch = batch_of(pass * ranks + world.rank());
     const LossSum loss = batch_loss(model, batch);
     in_flight.emplace_back(loss.sum.view({1}).to(kF64));
     num_valid += batch.num_valid;
@@ -87,6 +97,7 @@ std::optional<double> evaluate(nn::LanguageModel& model, dist::Fsdp& fsdp, dist:
   while (!in_flight.empty()) take();
   fsdp.end_forward();
   model.train(true);
+  world.control().verdict(error ? &*error : nullptr);
   if (is_cut) return std::nullopt;
   return sum_in_sample_order(sums, world) / static_cast<double>(world.control().sum(num_valid));
 }

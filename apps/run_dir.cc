@@ -103,7 +103,7 @@ bool is_lock_of_a_run(const std::string& dir) {
   const std::string path = dir + kLockFile;
   std::error_code ignored;
   if (fs::symlink_status(path, ignored).type() != fs::file_type::regular) return false;
-  return fs::file_size(path, ignored) == 0 || integer_of(read_object(path), "pid") > 0;
+  return fs::file_size(path, ignored) == 0 || integer_of(parse_object(read_small(path)), "pid") > 0;
 }
 
 bool is_of_a_run(const std::string& dir) {
@@ -162,7 +162,7 @@ std::string read_run(const std::string& dir) {
 }
 
 std::string read_origin(const std::string& dir) {
-  return text_of(read_object(dir + kRunFile), "from");
+  return text_of(parse_object(read_small(dir + kRunFile)), "from");
 }
 
 void write_run(const std::string& dir, const std::string& run, const std::string& origin) {

@@ -1,7 +1,5 @@
 #include "apps/trainer.h"
 
-#include <fmt/ranges.h>
-
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -15,6 +13,7 @@
 #include "apps/config_effects.h"
 #include "apps/loss.h"
 #include "apps/metrics.h"
+#include "apps/model_from.h"
 #include "apps/options.h"
 #include "apps/run_control.h"
 #include "apps/run_dir.h"
@@ -29,6 +28,7 @@
 #include "core/runtime/context.h"
 #include "core/runtime/order_check.h"
 #include "core/runtime/staging.h"
+#include "core/text.h"
 #include "dist/checkpoint/huggingface.h"
 #include "dist/comm/nccl.h"
 #include "dist/fsdp/state_guard.h"
@@ -116,6 +116,8 @@ class Trainer {
   void describe();
   void resume();
   void inject_faults(int64_t step);
+  void read_batches();
+  void read_first_batches();
   PendingStep submit_step(int64_t step);
   StepMetrics finish_step(const PendingStep& pending);
   bool accept_step(const PendingStep& pending, const StepMetrics& metrics);
@@ -141,6 +143,7 @@ class Trainer {
   StatusFile& status_;
   std::atomic<int64_t>* steps_done_;
   Data data_;
+  std::string data_id_;
   std::optional<TrainSamples> samples_;
   std::optional<EvalSamples> eval_samples_;
   std::optional<TokenCheck> token_check_;  // over before the first save or evaluation
@@ -152,6 +155,8 @@ class Trainer {
   std::vector<std::string> early_lines_;  // before there is a log
   std::unique_ptr<MetricsLog> log_;       // rank 0
   std::optional<IoError> log_error_;      // it is full; nothing more goes there
+  std::vector<Batch> batches_;            // of the next step
+  std::optional<InputError> data_error_;  // there are none
   std::optional<dist::LossScaler> scaler_;
   TrainResult result_;
   int64_t step_ = 0;         // steps submitted
@@ -178,8 +183,9 @@ class Trainer {
 void Trainer::initialize_parameters() {
   fsdp_->initialize(static_cast<uint64_t>(config_.train.seed));
   if (config_.model.from.empty()) return;
-  world_.control().verdict(
-      [&] { dist::load_hf(dist::HfReader(config_.model.from), *fsdp_, *model_); });
+  world_.control().verdict([&] {
+    dist::load_hf(dist::HfReader(config_.model.from, ignored_keys(config_.model)), *fsdp_, *model_);
+  });
 }
 
 Trainer::Trainer(const Config& config, dist::World& world, Data data, RunDir& run_dir,
@@ -194,6 +200,7 @@ Trainer::Trainer(const Config& config, dist::World& world, Data data, RunDir& ru
       guard_(config.guard) {
   world_.control().verdict([&] {
     check_tokens();
+    data_id_ = fingerprint(data_.train);
     const SampleOptions options = sample_options(config_, data_.vocab_size);
     samples_.emplace(data_.train, options);
     eval_samples_.emplace(data_.val, options);
@@ -222,7 +229,7 @@ Trainer::Trainer(const Config& config, dist::World& world, Data data, RunDir& ru
 
 /// Everything is there: what it starts from, and the log from there on.
 void Trainer::resume() {
-  const RunIdentity identity{fingerprint(data_.train), static_cast<uint64_t>(config_.train.seed),
+  const RunIdentity identity{data_id_, static_cast<uint64_t>(config_.train.seed),
                              samples_per_step_};
   const auto progress =
       checkpoints_.start({model_.get(), fsdp_.get(), optimizer_.get(), &*scaler_}, identity,
@@ -230,6 +237,13 @@ void Trainer::resume() {
                            log_ != nullptr ? log_->print(line) : early_lines_.push_back(line);
                          });
   if (progress) {
+    world_.control().verdict([&] {
+      if (progress->next_sample <= INT64_MAX / 2 / config_.model.context) return;
+      throw CheckpointError(
+          fmt::format("{}: next_sample = {} with model.context = {}, expected no more tokens than "
+                      "can be counted",
+                      checkpoints_.resumed_from(), progress->next_sample, config_.model.context));
+    });
     step_ = progress->step;
     next_sample_ = progress->next_sample;
     num_skipped_ = progress->num_skipped;
@@ -288,8 +302,14 @@ void Trainer::count_batches() {
         config_.origin("train.global_batch"), t.global_batch, t.micro_batch, world_.world_size()));
   }
   grad_accum_steps_ = t.global_batch == 0 ? t.grad_accum_steps : t.global_batch / per_pass;
-  samples_per_step_ = per_pass * grad_accum_steps_;
-  tokens_per_step_ = samples_per_step_ * config_.model.context;
+  if (__builtin_mul_overflow(per_pass, grad_accum_steps_, &samples_per_step_) ||
+      __builtin_mul_overflow(samples_per_step_, config_.model.context, &tokens_per_step_)) {
+    throw ConfigError(fmt::format(
+        "{}: a step of {} passes of {} samples of {} tokens on {} ranks has more tokens than can "
+        "be counted, expected fewer",
+        config_.origin("train.grad_accum_steps"), grad_accum_steps_, t.micro_batch,
+        config_.model.context, world_.world_size()));
+  }
   if (samples_->num_samples() < samples_per_step_) {
     throw InputError(fmt::format(
         "data: {} tokens to train on give {} samples of model.context = {}, expected at least one "
@@ -324,8 +344,9 @@ void Trainer::describe() {
   }
   const bool is_cuda = Context::current()->device().type == DeviceType::kCuda;
   if (const auto idle = keys_without_effect(config_, is_cuda); !idle.empty()) {
+    constexpr size_t kMaxNbytes = 3000;
     log_warning("{} without effect: {}", idle.size() == 1 ? "a key" : "keys",
-                fmt::join(idle, "; "));
+                join_few(idle, "; ", idle.size(), kMaxNbytes));
   }
 }
 
@@ -348,6 +369,27 @@ void Trainer::inject_faults(int64_t step) {
   }
 }
 
+/// Before the ranks speak at the end of a step of the next one's data: a file that was cut, or a
+/// token out of range, which one of them meets alone, ends all of them between two steps.
+void Trainer::read_batches() {
+  const int64_t B = config_.train.micro_batch;
+  batches_.clear();
+  try {
+    for (int64_t pass = 0; pass < grad_accum_steps_; ++pass) {
+      const int64_t offset = (pass * world_.world_size() + world_.rank()) * B;
+      batches_.push_back(samples_->batch(next_sample_ + offset, B));
+    }
+  } catch (const InputError& error) {
+    data_error_ = error;
+  }
+}
+
+/// Where no end of a step comes between.
+void Trainer::read_first_batches() {
+  read_batches();
+  world_.control().verdict(data_error_ ? &*data_error_ : nullptr);
+}
+
 PendingStep Trainer::submit_step(int64_t step) {
   inject_faults(step + 1);
   PendingStep pending;
@@ -358,13 +400,12 @@ PendingStep Trainer::submit_step(int64_t step) {
   const Tensor grad_scale = scaler_->grad_scale(1.0 / static_cast<double>(tokens_per_step_));
   for (int64_t pass = 0; pass < grad_accum_steps_; ++pass) {
     const int64_t offset = (pass * world_.world_size() + world_.rank()) * B;
-    const Batch batch = samples_->batch(next_sample_ + offset, B);
     random_state() = {.seed = static_cast<uint64_t>(config_.train.seed),
                       .step = static_cast<uint64_t>(step),
                       .op_index = 0,
                       .sample_offset = offset};
     fsdp_->begin_micro_batch(static_cast<int>(pass), static_cast<int>(grad_accum_steps_));
-    const LossSum loss = batch_loss(*model_, batch, grad_scale);
+    const LossSum loss = batch_loss(*model_, batches_[static_cast<size_t>(pass)], grad_scale);
     backward(loss.sum, grad_scale);
     pending.losses.push_back(loss.sum.detach().view({1}));
   }
@@ -520,7 +561,7 @@ std::string Trainer::find_batches(const PendingStep& pending, bool only_largest)
     if (!std::isfinite(all[i])) names.push_back(name(i));
   }
   if (names.empty()) return text + "the losses of all ranks are finite";
-  return text + fmt::format("not finite: {}", fmt::join(names, "; "));
+  return text + fmt::format("not finite: {}", join_few(names, "; "));
 }
 
 void Trainer::take_snapshot() {
@@ -580,7 +621,7 @@ dist::Progress Trainer::progress() const {
           .val_loss = val_loss_,
           .best_val_loss = best_val_loss_,
           .seed = static_cast<uint64_t>(config_.train.seed),
-          .data_id = fingerprint(data_.train),
+          .data_id = data_id_,
           .config = dump_config(config_)};
 }
 
@@ -635,20 +676,25 @@ TrainResult Trainer::run() {
   RunControl control(config_.train, world_);
   rate_.restart(Clock::now());
   result_.steps = step_;
+  if (step_ < num_steps) read_first_batches();
   SignalHandlers::begin_steps();
   while (step_ < num_steps) {
     if (guard_.rewinds() && step_ % config_.guard.snapshot_every == 0) take_snapshot();
     follow_trace(step_);
+    if (batches_.empty()) read_first_batches();  // back from the last step
     PendingStep submitted = submit_step(step_);
     ++step_;
     next_sample_ += samples_per_step_;
+    batches_.clear();
+    if (step_ < num_steps) read_batches();
     if (config_.memory.empty_cache_every > 0 && step_ % config_.memory.empty_cache_every == 0) {
       Context::current()->allocator()->empty_cache();
     }
     if (pending_) finish(false, false);
     pending_ = std::move(submitted);
-    RunControl::Decision decision = control.poll(checkpoints_.state(), checkpoints_.is_late(),
-                                                 log_error_.has_value(), waited_ms_);
+    RunControl::Decision decision =
+        control.poll(checkpoints_.state(), checkpoints_.is_late(),
+                     log_error_.has_value() || data_error_.has_value(), waited_ms_);
     if (last_step_ms_ > 0) slow_rank_.add(decision.waited_ms, last_step_ms_);
     checkpoints_.advance(decision.writers);
     const bool is_last = step_ == num_steps || decision.is_out_of_time;
@@ -675,7 +721,10 @@ TrainResult Trainer::run() {
     is_best_ = false;
     if (decision.has_failed) {
       checkpoints_.finish();
-      world_.control().verdict(log_error_ ? &*log_error_ : nullptr);
+      const Error* const mine = data_error_  ? static_cast<const Error*>(&*data_error_)
+                                : log_error_ ? &*log_error_
+                                             : nullptr;
+      world_.control().verdict(mine);
     }
     if (decision.is_preempted) {
       result_.is_preempted = true;
@@ -738,7 +787,7 @@ void Trainer::print_sample() {
   const std::vector<int32_t> added = nn::generate(*model_, text, options);
   fsdp_->end_forward();
   text.insert(text.end(), added.begin(), added.end());
-  if (log_ != nullptr) log_->print("sample:\n" + decode_generated(*data_.tokenizer, text));
+  if (log_ != nullptr) log_->print_text("sample:\n" + decode_generated(*data_.tokenizer, text));
 }
 
 }  // namespace
@@ -774,8 +823,12 @@ TrainResult train(const Config& given, dist::World& world) {
     }
   });
   Data data;
-  world.control().verdict([&] { data = load_data(config); });
-  check_agreement(world.control(), facts_of(config, data, context->device()));
+  std::vector<Fact> facts;
+  world.control().verdict([&] {
+    data = load_data(config);
+    facts = facts_of(config, data, context->device());
+  });
+  check_agreement(world.control(), facts);
   world.control().verdict([&] { check_trace_path(config, world.rank()); });
   RunDir run_dir(config, world);  // held until the end
   Checkpointing checkpoints(config, world);

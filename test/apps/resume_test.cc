@@ -720,6 +720,47 @@ TEST_CASE("guard: F26: a loss spike is skipped or rewound as configured, with th
   }
 }
 
+TEST_CASE("guard: a rewind from the last step goes on to it, and what is saved is of then",
+          "[guard]") {
+  const TempDir dir;
+  std::vector<std::string> options = {"--data.text=" + dir.write("poisoned.txt", poisoned_text()),
+                                      "--train.steps=60",
+                                      "--train.global_batch=2",
+                                      "--optim.lr=0.02",
+                                      "--optim.schedule=constant",
+                                      "--guard.spike_window=5",
+                                      "--guard.spike_z=8",
+                                      "--guard.snapshot_every=4",
+                                      "--guard.max_spikes=5",
+                                      "--checkpoint.every=0",
+                                      "--guard.spike=rewind"};
+  train_on(2, small_config(dir, options));
+  const auto steps = read_metrics(dir / "out");
+  int64_t spike = 0;  // the first step that was gone back from
+  for (size_t i = 1; i < steps.size() && spike == 0; ++i) {
+    const auto step = steps[i - 1]["step"].get<int64_t>();
+    if (steps[i]["step"].get<int64_t>() <= step) spike = step;
+  }
+  REQUIRE(spike > 5);
+  options.push_back(fmt::format("--train.steps={}", spike));
+  options.push_back("--output.dir=" + dir / "last");
+  train_on(2, small_config(dir, options));
+  const auto last = read_metrics(dir / "last");
+  CHECK(state_of(dir / "last") == "finished");
+  REQUIRE(static_cast<int64_t>(last.size()) > spike);
+  for (int64_t i = 0; i < spike; ++i) {  // the same way there
+    CHECK(last[static_cast<size_t>(i)]["loss"] == steps[static_cast<size_t>(i)]["loss"]);
+  }
+  CHECK(last[static_cast<size_t>(spike) - 1]["step"] == spike);
+  CHECK(last[static_cast<size_t>(spike)]["step"].get<int64_t>() <= spike);
+  CHECK(last.back()["step"] == spike);
+  // What is saved is the state at the end, after all samples that were read.
+  CHECK(saved_steps(dir / "last") == std::vector<int64_t>{spike});
+  const dist::CheckpointReader reader(dir / ("last/" + dist::step_directory_name(spike)));
+  CHECK(reader.manifest().progress.next_sample == static_cast<int64_t>(last.size()) * 2);
+  CHECK(model_step(dir / "last") == spike);
+}
+
 TEST_CASE("resume: F31: a checkpoint that cannot be written warns or stops as configured",
           "[resume]") {
   for (const int world_size : {1, 2}) {

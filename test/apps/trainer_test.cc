@@ -1,7 +1,11 @@
 #include "apps/trainer.h"
 
+#include <fcntl.h>
+#include <sys/stat.h>
+
 #include <cmath>
 #include <filesystem>
+#include <fstream>
 #include <map>
 #include <mutex>
 #include <nlohmann/json.hpp>
@@ -447,6 +451,116 @@ TEST_CASE("trainer: a token outside the vocabulary ends the run before its first
     const auto status = nlohmann::json::parse(read_file(dir / "out/status.json"));
     CHECK(status["why"] == expected);
   }
+}
+
+namespace {
+
+/// A shard of `numel` tokens below 64.
+std::string shard_text(int32_t numel) {
+  std::vector<int32_t> header(256);
+  header[0] = 20240520, header[1] = 1, header[2] = numel;
+  std::string bytes(reinterpret_cast<const char*>(header.data()), 1024);
+  for (int32_t i = 0; i < numel; ++i) {
+    const auto token = static_cast<uint16_t>(i * i % 64);
+    bytes.append(reinterpret_cast<const char*>(&token), sizeof(token));
+  }
+  return bytes;
+}
+
+/// Changes a token so that who has checked the file before does not see it.
+void set_token(const std::string& path, int64_t position, uint16_t token) {
+  struct stat good {};
+  REQUIRE(::stat(path.c_str(), &good) == 0);
+  {
+    std::fstream file(path, std::ios::in | std::ios::out | std::ios::binary);
+    file.seekp(1024 + 2 * position);
+    file.write(reinterpret_cast<const char*>(&token), sizeof(token));
+  }
+  const timespec times[2] = {good.st_atim, good.st_mtim};
+  REQUIRE(::utimensat(AT_FDCWD, path.c_str(), times, 0) == 0);
+}
+
+}  // namespace
+
+TEST_CASE("trainer: data that one rank alone cannot read ends all ranks with its state saved",
+          "[trainer]") {
+  const TempDir dir;
+  // 3 ranks: each sample of an epoch of 62 goes to one of them.
+  const std::string train_path = dir.write("train.bin", shard_text(1000));
+  const std::string val_path = dir.write("val.bin", shard_text(100));
+  std::vector<std::string> options = {
+      "--data.text=",     "--data.tokens=" + train_path, "--data.val_tokens=" + val_path,
+      "--model.vocab=64", "--train.micro_batch=1",       "--train.grad_accum_steps=2",
+      "--train.steps=10", "--optim.schedule=constant",   "--optim.warmup_steps=0"};
+  const auto run_it = [&](const Config& config) {
+    // What each rank ends with.
+    std::mutex mutex;
+    std::vector<std::string> errors;
+    std::string error;
+    try {
+      dist::run_ranks(3, [&](dist::World& world) {
+        try {
+          train(config, world);
+        } catch (const Error& e) {
+          const std::lock_guard lock(mutex);
+          errors.push_back(e.what());
+          throw;
+        }
+      });
+    } catch (const Error& e) {
+      error = e.what();
+    }
+    for (const std::string& each : errors) CHECK(each == error);
+    CHECK((errors.empty() || errors.size() == 3));
+    return error;
+  };
+  const auto why = [&] {
+    return nlohmann::json::parse(read_file(dir / "out/status.json"))["why"].get<std::string>();
+  };
+  REQUIRE(run_it(small_config(dir, options)) == "");
+  const auto expected = read_metrics(dir);
+  // The same again, with a token that the check knows to be good: in the second of the 6 samples of
+  // step 4, which is rank 1's.
+  Corpus corpus;
+  corpus.shards.push_back(load_token_shard(train_path));
+  const int64_t window =
+      TrainSamples(corpus, {.context = 16, .vocab_size = 64, .seed = 1}).window_of(3 * 6 + 1);
+  const int64_t position = window * 16 + 4;
+  set_token(train_path, position, 9999);
+  options.push_back("--output.overwrite=true");
+  const std::string message = fmt::format(
+      "{}: token {} is 9999, expected one below the vocabulary's size 64", train_path, position);
+  CHECK(run_it(small_config(dir, options)) == message);
+  CHECK(why() == message);
+  CHECK(read_metrics(dir).size() == 3);
+  CHECK(std::filesystem::exists(dir / "out/step-00000003/manifest.json"));
+  // The steps before it count, and the run goes on from them when the file is whole again.
+  set_token(train_path, position, static_cast<uint16_t>(position * position % 64));
+  options.back() = "--checkpoint.resume=auto";
+  options.push_back("--checkpoint.resume_override=true");  // the data was another
+  CHECK(run_it(small_config(dir, options)) == "");
+  const auto after = read_metrics(dir);
+  REQUIRE(after.size() == 10);
+  for (size_t i = 0; i < 10; ++i) CHECK(after[i]["loss"] == expected[i]["loss"]);
+  // And in an evaluation, which all ranks go through before they speak of it.
+  set_token(val_path, 50, 9999);
+  options.push_back("--train.steps=12");
+  const std::string val_message =
+      val_path + ": token 50 is 9999, expected one below the vocabulary's size 64";
+  CHECK(run_it(small_config(dir, options)) == val_message);
+  CHECK(why() == val_message);
+}
+
+TEST_CASE("trainer: what compute waited for a slow rank is in the metrics", "[trainer]") {
+  // Rank 1 sleeps in each step, so that rank 0, whose metrics these are, waits for its parts.
+  constexpr double kSleep_ms = 40;
+  double waited_ms = 0;
+  const auto steps = run(2, {"--train.steps=8", "--debug.slow_rank=1", "--debug.slow_ms=40"});
+  REQUIRE(steps.size() == 8);
+  for (const auto& step : steps) {
+    waited_ms += step["exposed_gather_ms"].get<double>() + step["exposed_reduce_ms"].get<double>();
+  }
+  CHECK(waited_ms >= 4 * kSleep_ms);
 }
 
 TEST_CASE("trainer: a loss that is not finite ends the run and is reported", "[trainer]") {
