@@ -1,14 +1,16 @@
 #!/bin/bash
 # libfuzzer.sh ROOT TARGET [LIBFUZZER_OPTION...]: builds one target (safetensors, manifest, hf_config,
-# token_shard) with clang's libFuzzer, AddressSanitizer and UBSan, and runs it from the corpus in
-# test/fuzz/corpus. For example: test/fuzz/libfuzzer.sh . manifest -max_total_time=600
+# token_shard, tokenizer, run, config) with clang's libFuzzer, AddressSanitizer and UBSan, and runs it from the corpus in
+# test/fuzz/corpus with the target's dictionary. For example: test/fuzz/libfuzzer.sh . manifest -max_total_time=600
 set -euo pipefail
 root=$(cd "$1" && pwd)
 target=$2
 shift 2
 build=${TESSERA_FUZZ_BUILD:-/tmp/tessera-fuzz}
 mkdir -p "$build/corpus-$target"
-sources=(test/fuzz/libfuzzer.cc test/fuzz/targets.cc apps/data.cc apps/tokenizer.cc
+sources=(test/fuzz/libfuzzer.cc test/fuzz/targets.cc apps/config.cc apps/data.cc apps/model_from.cc
+  apps/run_dir.cc apps/tokenizer.cc core/fatal_signals.cc core/runtime/allocator.cc
+  dist/checkpoint/hf_files.cc dist/checkpoint/hf_names.cc dist/checkpoint/huggingface.cc
   core/check.cc core/dtype.cc core/fault_guard.cc core/files.cc core/log.cc core/random.cc
   core/shape.cc core/text.cc
   dist/checkpoint/durable_file.cc dist/checkpoint/hf_config.cc dist/checkpoint/manifest.cc dist/checkpoint/safetensors.cc
@@ -18,6 +20,7 @@ cd "$root"
 clang++ -std=c++20 -g -O1 -mf16c -fsanitize=fuzzer,address,undefined -fno-sanitize=vptr -fno-sanitize-recover=undefined -no-pie \
   -I. -DTESSERA_FUZZ_TARGET="\"$target\"" "${sources[@]}" -Wl,--unresolved-symbols=ignore-all -lfmt -lxxhash \
   -o "$build/$target"
+TESSERA_FUZZ_DICTIONARY="$build/$target.dict" "$build/$target"
 seeds="test/fuzz/corpus/$target"
-exec "$build/$target" "$build/corpus-$target" $([ -d "$seeds" ] && echo "$seeds") -max_len=20000 \
+exec "$build/$target" "$build/corpus-$target" $([ -d "$seeds" ] && echo "$seeds") -max_len=20000 -dict="$build/$target.dict" \
   -timeout=10 -malloc_limit_mb=64 "$@"

@@ -66,15 +66,17 @@ constexpr std::string_view kNumbers[] = {"0",
                                          "-9223372036854775808",
                                          "100000001"};
 
-/// Half of them change little, so that what is behind the first checks is reached.
-std::string mutate(std::string bytes, const std::string& other, Random& random) {
-  constexpr size_t kGentle[] = {0, 1, 7};
+/// Half of them change little, so that what is behind the first checks is reached. `words` are the
+/// target's.
+std::string mutate(std::string bytes, const std::string& other,
+                   const std::vector<std::string>& words, Random& random) {
+  constexpr size_t kGentle[] = {0, 1, 7, 10};
   const bool is_gentle = random() % 2 == 0;
   const size_t rounds = is_gentle ? 1 : 1 + below(random, 4);
   for (size_t round = 0; round < rounds; ++round) {
     const size_t at = below(random, bytes.size() + 1);
     const size_t length = 1 + below(random, std::min<size_t>(64, bytes.size() - at + 1));
-    switch (is_gentle ? kGentle[below(random, 3)] : below(random, 10)) {
+    switch (is_gentle ? kGentle[below(random, 4)] : below(random, 11)) {
       case 0:  // a bit
         if (at < bytes.size()) bytes[at] = static_cast<char>(bytes[at] ^ (1 << below(random, 8)));
         break;
@@ -112,6 +114,10 @@ std::string mutate(std::string bytes, const std::string& other, Random& random) 
         }
         break;
       }
+      case 10:  // a word, in place of something or between
+        bytes.replace(at, random() % 2 == 0 ? 0 : std::min(length, bytes.size() - at),
+                      words[below(random, words.size())]);
+        break;
       default:  // many of the same
         bytes.insert(at, std::string(below(random, 4000), at % 2 == 0 ? '[' : '0'));
         for (size_t i = at + 1; at % 5 == 0 && i < std::min(bytes.size(), at + 4000); i += 2) {
@@ -133,6 +139,7 @@ int run(int64_t count, uint64_t seed, const std::string& corpus) {
       return 1;
     }
     const size_t num_seeds = inputs.size();
+    const std::vector<std::string> words = target.words();
     const std::string dir = corpus + "/" + std::string(target.name);
     if (!corpus.empty() && std::filesystem::is_directory(dir)) {
       std::vector<std::filesystem::path> files;
@@ -155,7 +162,7 @@ int run(int64_t count, uint64_t seed, const std::string& corpus) {
     for (int64_t i = 0; i < count / num_targets; ++i) {
       const std::string& other = inputs[below(random, inputs.size())];
       const size_t num_bases = i % 2 == 0 ? num_seeds : inputs.size();
-      check(mutate(inputs[below(random, num_bases)], other, random));
+      check(mutate(inputs[below(random, num_bases)], other, words, random));
     }
     ::alarm(0);
     fmt::print("{}: {} inputs, {} taken\n", target.name, num_runs, num_taken);

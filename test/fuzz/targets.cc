@@ -6,7 +6,10 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "apps/config.h"
 #include "apps/data.h"
+#include "apps/run_dir.h"
+#include "apps/tokenizer.h"
 #include "core/check.h"
 #include "dist/checkpoint/hf_config.h"
 #include "dist/checkpoint/manifest.h"
@@ -142,14 +145,135 @@ std::vector<std::string> seeds_token_shard() {
   return seeds;
 }
 
+void run_tokenizer(std::string_view bytes) {
+  const auto tokenizer = apps::parse_tokenizer(bytes, "tokenizer.json");
+  // What was taken knows each of its ids, and is written and read to the same text.
+  std::vector<int32_t> ids;
+  for (int32_t id = 0; id < tokenizer->vocab_size(); ++id) ids.push_back(id);
+  if (tokenizer->encode(tokenizer->decode(ids)) != ids) std::abort();
+  const std::string text = tokenizer->to_json();
+  if (apps::parse_tokenizer(text, "tokenizer.json")->to_json() != text) std::abort();
+}
+
+std::vector<std::string> seeds_tokenizer() {
+  return {
+      apps::make_byte_tokenizer()->to_json(),
+      apps::make_char_tokenizer("a few of them\n\xc3\xa9\xe2\x82\xac")->to_json(),
+      R"({"version": "1.0", "type": "byte", "model": {"vocab": {"a": 0}, "merges": [["a", "b"]]}})"};
+}
+
+/// run.json, run.lock and status.json: what does not say what they do is none, never an error.
+void run_run(std::string_view bytes) {
+  sink = static_cast<unsigned>(apps::parse_run(bytes).size());
+  const auto status = apps::parse_status(bytes);
+  if (!status) throw InputError("no status");
+  if (status->step < 0 || status->pid < 0) std::abort();
+}
+
+std::vector<std::string> seeds_run() {
+  return {
+      R"({"state":"running","step":12,"why":"","time":"2026-11-30T04:05:06Z","host":"a","pid":99})",
+      R"({"state":"failed","step":7,"why":"loss is \"NaN\"","loss":2.5,"host":"a","pid":1})",
+      R"({"state":"finished","run":"0123456789abcdef"})"};
+}
+
+void run_config(std::string_view bytes) {
+  const apps::Config config = apps::parse_config(bytes, "config.toml");
+  // What was taken is written and read to the same text.
+  const std::string text = apps::dump_config(config);
+  if (apps::dump_config(apps::parse_config(text, "config.toml")) != text) std::abort();
+}
+
+std::vector<std::string> seeds_config() {
+  apps::Config config;
+  config.data.text = "a.txt";
+  return {apps::dump_config(config),
+          "data.text = \"a.txt\"\n[model]\nlayers = 3 # three\nkind = 'gpt2'\n[optim]\nlr = 1e-3\n"
+          "name = \"\"\"\nsgd\"\"\"\n",
+          "data = { tokens = \"[x]/*.bin\" }\nmodel.vocab = 1_000\n[train]\nsteps = 0x10\n"};
+}
+
+std::vector<std::string> words_config() {
+  apps::Config config;
+  std::vector<std::string> words = {
+      "true",   "false", "nan",     "inf",         "1e999", "0x7fffffffffffffff",
+      "[[",     "]]",    "{",       "}",           " = ",   ".",
+      "\"\"\"", "'''",   "\\u0000", "\\U0010ffff", "# ",    "1979-05-27"};
+  for (const apps::Field& field : apps::config_fields(config)) {
+    words.emplace_back(field.key);
+    for (const std::string_view choice : field.choices) words.emplace_back(choice);
+  }
+  return words;
+}
+
+std::vector<std::string> words_safetensors() {
+  return {"__metadata__", R"("dtype")", R"("shape")", R"("data_offsets")", R"("F32")",
+          R"("BF16")",    R"("I8")",    "[0,0]",      R"("format")"};
+}
+
+std::vector<std::string> words_manifest() {
+  return {R"("format")",      R"("version")", R"("sequence")", R"("run")",    R"("world_size")",
+          R"("progress")",    R"("step")",    R"("files")",    R"("name")",   R"("nbytes")",
+          R"("tensors")",     R"("dtype")",   R"("shape")",    R"("slices")", R"("begin")",
+          R"("end")",         R"("xxh64")",   R"("config")",   R"("file")",   "tessera checkpoint",
+          R"("next_sample")", R"("seed")"};
+}
+
+std::vector<std::string> words_hf_config() {
+  return {R"("architectures")",
+          R"("model_type")",
+          R"("vocab_size")",
+          R"("num_hidden_layers")",
+          R"("num_attention_heads")",
+          R"("num_key_value_heads")",
+          R"("head_dim")",
+          R"("rope_scaling")",
+          R"("rope_parameters")",
+          R"("rope_type")",
+          R"("factor")",
+          R"("sliding_window")",
+          R"("use_sliding_window")",
+          R"("layer_types")",
+          R"("tie_word_embeddings")",
+          R"("eos_token_id")",
+          R"("quantization_config")",
+          R"("logits_scaling")",
+          "NaN",
+          "-Infinity",
+          R"("LlamaForCausalLM")",
+          R"("MistralForCausalLM")",
+          R"("full_attention")"};
+}
+
+std::vector<std::string> words_tokenizer() {
+  return {R"("type")",         R"("byte")",   R"("char")",  R"("chars")", R"("\u0000")",
+          R"("\ud83d\ude00")", R"("\ud83d")", R"("model")", R"("vocab")", R"("merges")"};
+}
+
+std::vector<std::string> words_run() {
+  return {R"("state")",     R"("running")", R"("failed")", R"("finished")",
+          R"("preempted")", R"("step")",    R"("why")",    R"("loss")",
+          R"("host")",      R"("pid")",     R"("run")",    R"("time")"};
+}
+
+std::vector<std::string> words_token_shard() {
+  const auto word = [](int32_t value) {
+    return std::string(reinterpret_cast<const char*>(&value), sizeof(value));
+  };
+  return {word(20240520), word(20240801), word(1), word(7), word(-1), word(INT32_MAX)};
+}
+
 }  // namespace
 
 const std::vector<Target>& targets() {
   static const std::vector<Target> all = {
-      {"safetensors", run_safetensors, seeds_safetensors},
-      {"manifest", run_manifest, seeds_manifest},
-      {"hf_config", run_hf_config, seeds_hf_config},
-      {"token_shard", run_token_shard, seeds_token_shard},
+      {"safetensors", run_safetensors, seeds_safetensors, words_safetensors},
+      {"manifest", run_manifest, seeds_manifest, words_manifest},
+      {"hf_config", run_hf_config, seeds_hf_config, words_hf_config},
+      {"token_shard", run_token_shard, seeds_token_shard, words_token_shard},
+      {"tokenizer", run_tokenizer, seeds_tokenizer, words_tokenizer},
+      {"run", run_run, seeds_run, words_run},
+      {"config", run_config, seeds_config, words_config},
   };
   return all;
 }

@@ -15,6 +15,7 @@ struct Target {
   std::string_view name;
   void (*run)(std::string_view bytes);
   std::vector<std::string> (*seeds)();  ///< good inputs of several sizes
+  std::vector<std::string> (*words)();  ///< the dictionary: what such a file is made of
 };
 
 const std::vector<Target>& targets();
