@@ -275,7 +275,7 @@ TEST_CASE("checkpoint: ranks read what they need and write each element once", "
   }
 }
 
-TEST_CASE("checkpoint: a model or optimizer that does not fit is refused with all names (F12)",
+TEST_CASE("checkpoint: a model or optimizer that does not fit is refused with names (F12)",
           "[checkpoint]") {
   const auto saved = train_and_save(2, plain());
   FsdpRun deeper = plain();
@@ -291,8 +291,9 @@ TEST_CASE("checkpoint: a model or optimizer that does not fit is refused with al
   shallower.model.num_layers = 2;
   resume_from(shallower, saved->checkpoint());
   message = error_of([&] { run_fsdp_on_threads(2, shallower); });
-  CHECK_THAT(message, Catch::Contains("unexpected parameters/blocks.2.") &&
-                          Catch::Contains("unexpected exp_avg_sq/blocks.2."));
+  // 6 tensors of a block, with their two states: some names and how many more.
+  CHECK_THAT(message, Catch::Contains("unexpected exp_avg/blocks.2.attn.out.weight; ") &&
+                          Catch::EndsWith(" and 10 more"));
   FsdpRun wider = plain();
   wider.model.ffn_width = 48;
   resume_from(wider, saved->checkpoint());
