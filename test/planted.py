@@ -80,7 +80,7 @@ PLANTED = [
     Row("ignored", APPS,
         '  options.ignored = matching_parameters(config, "fsdp.ignored", config.fsdp.ignored, model);\n', "",
         "run fsdp.ignored"),
-    Row("frozen", APPS, ".tensor.set_requires_grad([[false]])", "true", "run model.frozen"),
+    Row("frozen", APPS, "->tensor.set_requires_grad([[false]])", "true", "run model.frozen"),
     Row("reproducible", APPS, "  options.reproducible = config.train.reproducible;\n", "",
         "run train.reproducible"),
 
