@@ -5,6 +5,7 @@
 #include <nlohmann/json.hpp>
 
 #include "apps/checkpointing.h"
+#include "apps/config_table.h"
 #include "core/build_id.h"
 #include "core/text.h"
 #include "dist/checkpoint/manifest.h"
@@ -82,18 +83,15 @@ std::string difference(const std::string& key,
 
 }  // namespace
 
-std::vector<std::string_view> keys_of_one_rank() {
-  return {"train.threads", "train.pin_threads", "memory.limit", "output.peak_tflops", "debug.dist"};
-}
-
 std::vector<Fact> facts_of(const Config& config) {
   std::vector<Fact> facts = {
       {"program", fmt::format("{} (build {})", TESSERA_VERSION, build_id())}};
-  const auto may_differ = keys_of_one_rank();
-  for (const auto& [key, value] : config_values(config)) {
-    if (std::find(may_differ.begin(), may_differ.end(), key) != may_differ.end()) continue;
-    const std::string& origin = config.origin(key);
-    facts.push_back({key, value, origin == "default" ? "" : origin});
+  Config copy = config;
+  for (const Field& field : config_fields(copy)) {
+    if (field.may_differ) continue;
+    const std::string& origin = config.origin(field.key);
+    facts.push_back(
+        {std::string(field.key), field.value_text(), origin == "default" ? "" : origin});
   }
   return facts;
 }

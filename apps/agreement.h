@@ -1,7 +1,6 @@
 #pragma once
 
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "apps/config.h"
@@ -20,10 +19,8 @@ struct Fact {
   std::string origin = {};  ///< where it was set, for messages
 };
 
-/// Keys that may differ between ranks: they change how a rank works, not what it computes.
-std::vector<std::string_view> keys_of_one_rank();
-
-/// The program and every other key of the configuration.
+/// The program and every key of the configuration that may not differ between ranks
+/// (`Field::may_differ`).
 std::vector<Fact> facts_of(const Config& config);
 /// Those of the resolved configuration, the training and validation data by their content, and the
 /// device that computes.

@@ -69,18 +69,14 @@ std::unique_ptr<nn::LanguageModel> make_model(const Options& o) {
   return std::make_unique<nn::Llama>(c);
 }
 
-nn::RecomputePolicy recompute_from_name(const std::string& name) {
-  using Kind = nn::RecomputePolicy::Kind;
-  return {name == "full" ? Kind::kFull : name == "selective" ? Kind::kSelective : Kind::kNone, 1};
-}
-
 constexpr float kLr = 1e-4f;
 
 BenchTraining start(dist::World& world, const Options& o) {
   std::unique_ptr<nn::LanguageModel> model = make_model(o);
-  model->set_recompute(recompute_from_name(o.recompute));
+  using Kind = nn::RecomputePolicy::Kind;
+  model->set_recompute({enum_from_name<Kind>(o.recompute, "--recompute")});
   dist::FsdpOptions fsdp;
-  fsdp.strategy = dist::strategy_from_name(o.strategy);
+  fsdp.strategy = enum_from_name<dist::Strategy>(o.strategy, "--strategy");
   fsdp.precision.param_dtype = dtype_from_name(o.dtype);
   // A gradient in f32 costs a bf16 product nothing and saves a cast of it.
   if (fsdp.precision.param_dtype != kF32) fsdp.precision.reduce_dtype = kF32;
@@ -414,8 +410,9 @@ struct Rates {
   double bytes_per_s = 0;
 };
 
-Rates measure_rates(Device device, int threads) {
+Rates measure_rates(Device device, int threads, const Backends& backends) {
   ContextOptions context;
+  context.backends = backends;
   context.device = device;
   context.num_threads = threads;
   const Context::Scope scope(std::make_shared<Context>(context));
@@ -478,16 +475,18 @@ int run(int argc, char** argv) {
                      "--gemm-sequence: expected products by cuBLASLt, but {}",
                      o.gemm == "own" ? "--gemm=own" : kernels::cuda::cublaslt_problem());
   };
-  set_attention_backend(attention_backend_from_name(o.attention));
-  set_gemm_backend(gemm_backend_from_name(o.gemm));
+  const Backends backends = {
+      .attention = enum_from_name<AttentionBackend>(o.attention, "--attention"),
+      .gemm = enum_from_name<GemmBackend>(o.gemm, "--gemm")};
   if (o.num_thread_ranks > 0) {
     dist::LocalOptions local;
     local.context.poison = local.context.order_check = false;
     local.context.device = device_from_name(o.device);
+    local.context.backends = backends;
     check_gemms(local.context.device.type, o.num_thread_ranks);
     Rates rates;
     if (!o.counts) {
-      rates = measure_rates(local.context.device, 0);
+      rates = measure_rates(local.context.device, 0, backends);
       print_rates(rates, o);
     }
     if (o.threads > 0) local.context.num_threads = o.threads;
@@ -506,10 +505,11 @@ int run(int argc, char** argv) {
       ContextOptions options;
       options.device = world.device(o.device);
       options.num_threads = world.num_threads(o.threads);
+      options.backends = backends;
       check_gemms(options.device.type, world.world_size());
       // The floor is that of all the machine: one rank measures, with all threads.
       if (world.rank() == 0 && !o.counts) {
-        rates = measure_rates(options.device, num_allowed_processors());
+        rates = measure_rates(options.device, num_allowed_processors(), backends);
       }
       context = std::make_shared<Context>(options);
     });

@@ -35,10 +35,10 @@ std::string fingerprint(const Corpus& corpus) {
   return fmt::format("{} tokens, {:016x}", corpus.num_tokens(), hasher.digest());
 }
 
-std::string stored_param_dtype(const Config& config, dist::World& world) {
+std::optional<DType> stored_param_dtype(const Config& config, dist::World& world) {
   const CheckpointConfig& c = config.checkpoint;
-  std::string dtype;
-  if (world.rank() == 0 && c.resume != "none" && config.precision.param_dtype == "auto") {
+  std::optional<DType> dtype;
+  if (world.rank() == 0 && c.resume != "none" && !config.precision.param_dtype) {
     try {  // what is wrong with it is said when it is loaded
       std::string from = c.resume;
       if (from == "auto") {
@@ -51,10 +51,12 @@ std::string stored_param_dtype(const Config& config, dist::World& world) {
         dtype = parse_config(text, reader.dir() + ": config").precision.param_dtype;
       }
     } catch (const Error&) {
-      dtype.clear();
+      dtype.reset();
     }
   }
-  return world.control().broadcast(dtype, 0);
+  const std::string name(dtype ? name_of(*dtype) : "");
+  const std::string shared = world.control().broadcast(name, 0);
+  return shared.empty() ? std::nullopt : std::optional(dtype_from_name(shared));
 }
 
 Checkpointing::Checkpointing(const Config& config, dist::World& world)
@@ -245,7 +247,8 @@ void Checkpointing::report(const std::optional<dist::SaveResult>& result) {
   ++num_errors_;
   last_step_ = -1;
   const CheckpointConfig& c = config_.checkpoint;
-  const bool stops = c.on_error == "stop" || (c.max_errors > 0 && num_errors_ >= c.max_errors);
+  const bool stops =
+      c.on_error == OnError::kStop || (c.max_errors > 0 && num_errors_ >= c.max_errors);
   if (stops) {
     const IoError error(fmt::format("checkpoint of step {}: {}", result->step, result->error));
     world_.control().verdict(&error);

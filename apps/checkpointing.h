@@ -22,7 +22,7 @@ std::string fingerprint(const Corpus& corpus);
 
 /// `precision.param_dtype` of the checkpoint that `checkpoint.resume` means, if the configuration
 /// leaves it to that; empty without one that can be read. Collective.
-std::string stored_param_dtype(const Config& config, dist::World& world);
+std::optional<DType> stored_param_dtype(const Config& config, dist::World& world);
 
 /// What a run must have in common with the checkpoint it goes on from.
 struct RunIdentity {

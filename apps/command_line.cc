@@ -8,6 +8,7 @@
 #include "apps/version.h"
 #include "core/check.h"
 #include "core/text.h"
+#include "core/settings.h"
 
 namespace tessera::apps {
 

@@ -2,17 +2,30 @@
 
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
 #include <utility>
-#include <variant>
 #include <vector>
 
-#include "core/check.h"
+#include "core/enum_names.h"
+#include "core/runtime/context.h"
+#include "dist/comm/nccl.h"
+#include "dist/fsdp/fully_shard.h"
+#include "dist/fsdp/scaler.h"
+#include "dist/fsdp/state_guard.h"
+#include "kernels/elementwise/elementwise.h"
+#include "kernels/rope/rope.h"
+#include "nn/generate.h"
+#include "nn/transformer.h"
+#include "optim/adamw.h"
+#include "optim/schedule.h"
+#include "optim/sgd.h"
 
-// Configuration of a training run: TOML with strict keys. Every key is described once, in
-// `config_fields`; parsing, ranges, --help, the printed form and the checks all read that table.
+// Configuration of a training run: TOML with strict keys. What a library has options for are that
+// library's structs; each key is a row of `config_fields` (config_table.h), which parsing, ranges,
+// --help, the printed form, resume and agreement read.
 
 namespace tessera::apps {
 
@@ -25,62 +38,81 @@ struct ModelConfig {
   std::string kind = "llama";
   int64_t layers = 4, heads = 4, kv_heads = 0, head_width = 0, width = 128, ffn = 0;
   int64_t context = 64, max_positions = 0, vocab = 0;
-  std::string gelu = "tanh";
+  Gelu gelu = Gelu::kTanh;
   bool tied = true, bias = true, qkv_bias = false, qk_norm = false;
-  double rope_theta = 10000, norm_eps = 1e-5, dropout = 0;
-  std::string rope_scaling = "none";
-  double rope_factor = 1, rope_low_freq_factor = 1, rope_high_freq_factor = 4;
-  int64_t rope_original_context = 8192;
+  RopeOptions rope;
+  float norm_eps = 1e-5f;
+  double dropout = 0;
   std::string bos_ids, eos_ids, pad_ids;
   std::string frozen;  ///< patterns of parameters that stay as they are
 };
+
+enum class ValSplit : unsigned char {
+  kTail,        ///< the end of the data
+  kInterleave,  ///< the end of each of many pieces of it
+};
+constexpr auto enum_names(ValSplit) {
+  return std::to_array<EnumName<ValSplit>>(
+      {{ValSplit::kTail, "tail"}, {ValSplit::kInterleave, "interleave"}});
+}
 struct DataConfig {
   std::string text, tokens, val_tokens, tokenizer = "byte";
   double val_fraction = 0.1;
-  std::string val_split = "tail";
+  ValSplit val_split = ValSplit::kTail;
   int64_t separator = -1;
   bool restart_positions = false;
 };
 struct TrainConfig {
   int64_t steps = 1000, micro_batch = 8, grad_accum_steps = 1, global_batch = 0, seed = 1;
-  int64_t eval_every = 0, eval_batches = 0, log_every = 1, threads = 0;
+  int64_t eval_every = 0, eval_batches = 0, log_every = 1;
   double max_minutes = 0;
-  bool reproducible = false, pin_threads = true;
+  bool pin_threads = true;
 };
 struct SampleConfig {
-  int64_t tokens = 0, top_k = 0;
+  SampleConfig() { options.num_tokens = 0, options.sampling.temperature = 0.8; }
+  nn::GenerateOptions options;
   std::string prompt = "\n";
-  double temperature = 0.8, top_p = 1;
 };
+
+enum class OptimizerName : unsigned char { kAdamW, kSgd };
+constexpr auto enum_names(OptimizerName) {
+  return std::to_array<EnumName<OptimizerName>>(
+      {{OptimizerName::kAdamW, "adamw"}, {OptimizerName::kSgd, "sgd"}});
+}
 struct OptimConfig {
-  std::string name = "adamw", schedule = "cosine";
-  double lr = 1e-3, final_lr = 1e-4, beta1 = 0.9, beta2 = 0.95, eps = 1e-8, weight_decay = 0.1;
-  bool nesterov = false;
-  double momentum = 0.9, clip = 1.0, clip_p = 2;
-  int64_t warmup_steps = 0, decay_steps = 0;
+  OptimizerName name = OptimizerName::kAdamW;
+  optim::AdamWOptions adamw = {.beta2 = 0.95, .weight_decay = 0.1};  ///< the decay: of sgd as well
+  optim::SgdOptions sgd = {.momentum = 0.9};
+  optim::ScheduleOptions schedule = {.final_lr = 1e-4};
   bool stochastic_rounding = false;
+  double clip = 1.0, clip_p = 2;
 };
+
+enum class Wrap : unsigned char { kTransformerBlock, kEveryNBlocks, kMinNumParams, kWholeModel };
+constexpr auto enum_names(Wrap) {
+  return std::to_array<EnumName<Wrap>>({{Wrap::kTransformerBlock, "transformer_block"},
+                                        {Wrap::kEveryNBlocks, "every_n_blocks"},
+                                        {Wrap::kMinNumParams, "min_num_params"},
+                                        {Wrap::kWholeModel, "whole_model"}});
+}
 struct FsdpConfig {
-  std::string strategy = "full_shard", wrap = "transformer_block";
-  int64_t wrap_every = 2, min_num_params = 1000000, shard_size = 0;
-  std::string sync_every_micro_batch = "auto", reshard_after_forward = "auto";
-  int64_t prefetch_forward = 1, prefetch_backward = 1, communicators = 2;
-  std::string offload = "none";
-  std::string wire_dtype = "same", ignored;
+  FsdpConfig() { options.precision.reduce_dtype = kF32; }
+  dist::FsdpOptions options;  ///< without `wrap`, `ignored` and the dtype of parameters
+  Wrap wrap = Wrap::kTransformerBlock;
+  int wrap_every = 2;
+  int64_t min_num_params = 1000000;
+  std::string ignored;  ///< patterns of parameters
 };
+/// What `FsdpConfig::options` has not.
 struct PrecisionConfig {
-  std::string param_dtype = "auto", reduce_dtype = "f32", output_dtype = "same";
-  std::string buffer_dtype = "same", loss_scale = "auto";
-  bool cast_forward_inputs = true, norm_fp32 = false;
-  double loss_scale_init = 65536;
-  int64_t loss_scale_interval = 2000;
+  std::optional<DType> param_dtype;             ///< none: see `resolve_param_dtype`
+  std::optional<dist::LossScaling> loss_scale;  ///< none: see `loss_scaling`
+  dist::LossScaleOptions scaler;                ///< without `scaling`
 };
-struct RecomputeConfig {
-  std::string policy = "none";
-  int64_t every_n = 2;
-};
+/// `loss_scale`, or dynamic for f16 and none else.
+dist::LossScaling loss_scaling(const PrecisionConfig& config);
+
 struct MemoryConfig {
-  std::string limit = "none", split = "1MiB";
   int64_t empty_cache_every = 0;
 };
 struct OutputConfig {
@@ -88,30 +120,42 @@ struct OutputConfig {
   bool overwrite = false;
   double peak_tflops = 0;
 };
+
+enum class OnError : unsigned char { kWarn, kStop };
+constexpr auto enum_names(OnError) {
+  return std::to_array<EnumName<OnError>>({{OnError::kWarn, "warn"}, {OnError::kStop, "stop"}});
+}
 struct CheckpointConfig {
-  std::string dir, on_error = "warn", resume = "none";
+  std::string dir, resume = "none";
+  OnError on_error = OnError::kWarn;  ///< of a checkpoint that cannot be written
   int64_t every = 0, keep = 3, max_errors = 0;
   double every_minutes = 30;
   bool best = true, last = true, resume_override = false, resume_skip_unreadable = false;
 };
+
+/// What becomes of a step whose loss is far above the last ones.
+enum class SpikeAction : unsigned char {
+  kOff,
+  kSkip,    ///< it changes nothing
+  kRewind,  ///< back to a copy in memory, and on with later data
+};
+constexpr auto enum_names(SpikeAction) {
+  return std::to_array<EnumName<SpikeAction>>(
+      {{SpikeAction::kOff, "off"}, {SpikeAction::kSkip, "skip"}, {SpikeAction::kRewind, "rewind"}});
+}
 struct GuardConfig {
   int64_t max_skips = 0, max_spikes = 3, spike_window = 50, snapshot_every = 10;
-  int64_t replica_every = 100;
-  bool state_checksum = false;
-  std::string spike = "off";
+  SpikeAction spike = SpikeAction::kOff;
   double spike_z = 6;
-};
-struct KernelsConfig {
-  std::string attention = "own", gemm = "auto";
+  dist::StateGuardOptions state = {.replica_every = 100};
 };
 struct DistConfig {
-  double timeout = 600;
-  std::string nccl_reduce = "tree";
-  int64_t nccl_max_ctas = 0;
+  double timeout = 600;  ///< seconds
+  dist::NcclOptions nccl;
   bool single_process = false;
 };
 struct DebugConfig {
-  bool poison = false, order_check = false, dist = false;
+  bool dist = false;
   std::string trace;
   int64_t trace_from = 3, trace_steps = 3;
   int64_t exposed_units = 0;
@@ -127,14 +171,16 @@ struct Config {
   OptimConfig optim;
   FsdpConfig fsdp;
   PrecisionConfig precision;
-  RecomputeConfig recompute;
+  nn::RecomputePolicy recompute = {.every = 2};
   MemoryConfig memory;
   OutputConfig output;
   CheckpointConfig checkpoint;
   GuardConfig guard;
-  KernelsConfig kernels;
   DistConfig dist;
   DebugConfig debug;
+  /// Keys of train, memory, kernels and debug; without `device`. `num_threads` 0: a share of the
+  /// node's.
+  ContextOptions runtime;
 
   /// Where a key was set: "configs/a.toml:12" or "command line"; "default" if nowhere.
   const std::string& origin(std::string_view key) const;
@@ -143,30 +189,6 @@ struct Config {
   std::map<std::string, std::string, std::less<>> origins;
   bool is_resolved = false;  ///< read from what `dump_config` wrote, which has every key
 };
-
-/// Allowed numbers: from `low` to `high`, ends included unless open.
-struct Range {
-  double low, high;
-  bool low_open = false, high_open = false;
-};
-
-/// One key: where its value lives, what it may be, and its line of --help.
-struct Field {
-  std::string_view key;  ///< "model.layers"
-  std::variant<bool*, int64_t*, double*, std::string*> value;
-  Range range;                            ///< numbers
-  std::vector<std::string_view> choices;  ///< strings; empty: any
-  std::string_view doc;
-};
-
-/// The value as TOML: "full_shard" in quotes, 2.0, true.
-std::string value_text(const Field& field);
-
-/// ConfigError that begins with `where` unless the number is in the range of its field.
-void check_in_range(const Field& field, const std::string& where);
-
-/// The table of all keys, in the order in which they are printed.
-std::vector<Field> config_fields(Config& config);
 
 /// The configuration of a TOML file ("" for none) with overrides `--section.key=value` or
 /// `--section.key value`, checked. On the command line an integer may have an exponent (1e3).
@@ -182,18 +204,16 @@ Config parse_config(std::string_view toml, const std::string& name,
 
 /// Contradictions between keys; called by the two above.
 void check_config(const Config& config);
-/// Gives `precision.param_dtype = auto` its meaning: `stored`, which a checkpoint was trained with,
+/// Gives `precision.param_dtype = auto` its value: `stored`, which a checkpoint was trained with,
 /// or bf16 on cuda and f32 on the CPU. ConfigError for what that contradicts.
-void resolve_param_dtype(Config& config, bool is_cuda, const std::string& stored = "");
+void resolve_param_dtype(Config& config, bool is_cuda, std::optional<DType> stored = {});
 /// "optim.lr = 1e-05 (model.from is given, optim.lr is not); ...": defaults that came from other
 /// keys; empty without any.
 std::string derived_defaults(const Config& config);
 
-/// Every key with its value as TOML, in the order of `config_fields`.
-std::vector<std::pair<std::string, std::string>> config_values(const Config& config);
-
 /// The whole configuration as TOML that `load_config` reads to the same values.
 std::string dump_config(const Config& config);
+bool is_dump(std::string_view text);  ///< written by it
 
 /// Keys with defaults, ranges and meaning, for --help: all, or those of a section ("optim") or one
 /// ("optim.lr"). ConfigError that names the nearest one if there is neither.
@@ -202,13 +222,14 @@ std::string config_help(std::string_view what = "");
 /// The numbers of a text such as "128001,128008"; none for "". ConfigError for anything else.
 std::vector<int64_t> parse_ids(std::string_view text);
 
-/// The candidate with the smallest edit distance to `word`.
-std::string_view nearest_name(std::string_view word, std::span<const std::string_view> candidates);
+/// Which keys somebody means who writes `word`: the same last component in another section, the
+/// name that other trainers have for it (`Field::other_names`), a last component with few typing
+/// errors, else the fewest edits. Several are joined by commas.
+std::string nearest_keys(std::string_view word);
 
-/// Which of `keys` somebody means who writes `word`: the same last component in another section,
-/// the name that other trainers have for it (Hugging Face's TrainingArguments, torchtitan,
-/// nanoGPT), a last component with few typing errors, else the fewest edits. Several are joined by
-/// commas.
-std::string nearest_keys(std::string_view word, std::span<const std::string_view> keys);
+/// "optim.momentum = 0.9 (needs optim.name = sgd)", one for each key that the command line or the
+/// file gives (not what `dump_config` wrote, not what model.from sets) and that has no effect
+/// (`Field::needs`). For a configuration whose `param_dtype` is resolved.
+std::vector<std::string> keys_without_effect(const Config& config, bool is_cuda);
 
 }  // namespace tessera::apps

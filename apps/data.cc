@@ -323,7 +323,7 @@ Data load_data(const Config& config) {
     const int64_t num_tokens = all.num_tokens();
     const double kept = static_cast<double>(num_tokens) * (1 - config.data.val_fraction);
     std::tie(data.train, data.val) =
-        config.data.val_split == "tail"
+        config.data.val_split == ValSplit::kTail
             ? split_corpus(all, static_cast<int64_t>(kept))
             : interleave_corpus(all, config.data.val_fraction, config.model.context);
   }

@@ -6,24 +6,20 @@
 #include <map>
 #include <sstream>
 
+#include "apps/config_table.h"
 #include "apps/tokenizer.h"
 #include "dist/checkpoint/huggingface.h"
 
 namespace tessera::apps {
 namespace {
 
-/// The shortest decimal of an f32.
-double decimal(float value) {
-  return std::stod(fmt::format("{}", value));
-}
-
 void set_model(ModelConfig& m, const nn::Gpt2Config& c) {
   m.kind = "gpt2";
   m.vocab = c.vocab_size, m.context = c.context_length, m.layers = c.num_layers;
   m.heads = m.kv_heads = c.num_heads, m.width = c.width, m.ffn = c.ffn_width;
   m.bias = c.bias, m.tied = c.tied;
-  m.norm_eps = decimal(c.norm_eps);
-  m.gelu = c.gelu == Gelu::kTanh ? "tanh" : "exact";
+  m.norm_eps = c.norm_eps;
+  m.gelu = c.gelu;
 }
 
 void set_model(ModelConfig& m, const nn::LlamaConfig& c) {
@@ -32,15 +28,8 @@ void set_model(ModelConfig& m, const nn::LlamaConfig& c) {
   m.heads = c.num_heads, m.kv_heads = c.num_kv_heads, m.head_width = c.head_width;
   m.width = c.width, m.ffn = c.ffn_width;
   m.tied = c.tied, m.qkv_bias = c.qkv_bias, m.qk_norm = c.qk_norm;
-  m.norm_eps = decimal(c.norm_eps);
-  m.rope_theta = decimal(c.rope.theta);
-  m.rope_scaling = c.rope.scaling == RopeScaling::kLinear   ? "linear"
-                   : c.rope.scaling == RopeScaling::kLlama3 ? "llama3"
-                                                            : "none";
-  m.rope_factor = decimal(c.rope.factor);
-  m.rope_low_freq_factor = decimal(c.rope.low_freq_factor);
-  m.rope_high_freq_factor = decimal(c.rope.high_freq_factor);
-  m.rope_original_context = c.rope.original_max_position;
+  m.norm_eps = c.norm_eps;
+  m.rope = c.rope;
 }
 
 void set_model(ModelConfig& m, const nn::BloomConfig& c) {
@@ -48,12 +37,12 @@ void set_model(ModelConfig& m, const nn::BloomConfig& c) {
   m.vocab = c.vocab_size, m.context = c.context_length, m.layers = c.num_layers;
   m.heads = m.kv_heads = c.num_heads, m.width = c.width, m.ffn = 0;
   m.bias = true, m.tied = c.tied;
-  m.gelu = "tanh";
-  m.norm_eps = decimal(c.norm_eps);
+  m.gelu = Gelu::kTanh;
+  m.norm_eps = c.norm_eps;
 }
 
 std::string text_of(const Field& field) {
-  return std::visit([](const auto* value) { return fmt::format("{}", *value); }, field.value);
+  return std::visit([](const auto& value) { return fmt::format("{}", value); }, field.get());
 }
 
 /// A text becomes ids by the model's own tokenizer, if that is the byte or the char one.
@@ -110,9 +99,14 @@ void take_model_from(Config& config) {
   if (config.origins.contains("model.context")) {
     taken.model.context = std::min(taken.model.context, config.model.context);
   }
-  const std::vector<Field> given = config_fields(config), fields = config_fields(taken);
+  const auto given = config_fields(config), fields = config_fields(taken);
   for (const Field& field : fields) {
-    if (field.key.starts_with("model.")) check_in_range(field, path);
+    if (!field.key.starts_with("model.")) continue;
+    try {
+      field.check();
+    } catch (const ConfigError& error) {
+      throw ConfigError(fmt::format("{}: {}", path, error.what()));
+    }
   }
   for (size_t i = 0; i < fields.size(); ++i) {
     if (!fields[i].key.starts_with("model.") || !config.origins.contains(fields[i].key)) continue;

@@ -17,14 +17,6 @@
 namespace tessera::apps {
 namespace {
 
-DType dtype_from_name(const std::string& name) {
-  return name == "bf16" ? kBF16 : name == "f16" ? kF16 : kF32;
-}
-
-std::optional<DType> dtype_or_same(const std::string& name) {
-  return name == "same" ? std::nullopt : std::optional(dtype_from_name(name));
-}
-
 /// What the configurations of all models have; of NnConfig, one of nn's.
 template <class NnConfig>
 NnConfig common_config(const ModelConfig& config, int64_t vocab_size) {
@@ -35,8 +27,22 @@ NnConfig common_config(const ModelConfig& config, int64_t vocab_size) {
   c.num_heads = config.heads;
   c.width = config.width;
   c.tied = config.tied;
-  c.norm_eps = static_cast<float>(config.norm_eps);
+  c.norm_eps = config.norm_eps;
   return c;
+}
+
+dist::WrapPolicy wrap_policy(const FsdpConfig& config) {
+  switch (config.wrap) {
+    case Wrap::kTransformerBlock:
+      return dist::wrap::transformer_block();
+    case Wrap::kEveryNBlocks:
+      return dist::wrap::every_n_blocks(config.wrap_every);
+    case Wrap::kMinNumParams:
+      return dist::wrap::min_num_params(config.min_num_params);
+    case Wrap::kWholeModel:
+      return dist::wrap::whole_model();
+  }
+  throw InternalError("wrap_policy: not a name of a policy");
 }
 
 }  // namespace
@@ -47,7 +53,7 @@ std::unique_ptr<nn::LanguageModel> make_model(const ModelConfig& config, int64_t
     c.ffn_width = config.ffn;
     c.bias = config.bias;
     c.dropout = config.dropout;
-    c.gelu = config.gelu == "exact" ? Gelu::kExact : Gelu::kTanh;
+    c.gelu = config.gelu;
     return std::make_unique<nn::Gpt2>(c);
   }
   if (config.kind == "bloom") {
@@ -61,38 +67,15 @@ std::unique_ptr<nn::LanguageModel> make_model(const ModelConfig& config, int64_t
   c.ffn_width = config.ffn;
   c.qkv_bias = config.qkv_bias;
   c.qk_norm = config.qk_norm;
-  c.rope.theta = static_cast<float>(config.rope_theta);
-  c.rope.scaling = config.rope_scaling == "linear"   ? RopeScaling::kLinear
-                   : config.rope_scaling == "llama3" ? RopeScaling::kLlama3
-                                                     : RopeScaling::kNone;
-  c.rope.factor = static_cast<float>(config.rope_factor);
-  c.rope.low_freq_factor = static_cast<float>(config.rope_low_freq_factor);
-  c.rope.high_freq_factor = static_cast<float>(config.rope_high_freq_factor);
-  c.rope.original_max_position = config.rope_original_context;
+  c.rope = config.rope;
   return std::make_unique<nn::Llama>(c);
 }
 
 dist::LossScaleOptions loss_scale_options(const PrecisionConfig& config) {
-  using dist::LossScaling;
-  const bool is_auto = config.loss_scale == "auto";
-  dist::LossScaleOptions options;
-  options.scaling = config.loss_scale == "static" ? LossScaling::kStatic
-                    : config.loss_scale == "dynamic" || (is_auto && config.param_dtype == "f16")
-                        ? LossScaling::kDynamic
-                        : LossScaling::kNone;
-  options.init = config.loss_scale_init;
-  options.rule.interval = config.loss_scale_interval;
+  dist::LossScaleOptions options = config.scaler;
+  options.scaling = loss_scaling(config);
   options.rule.min_scale = std::min(options.rule.min_scale, options.init);
   return options;
-}
-
-nn::RecomputePolicy recompute_policy(const RecomputeConfig& config) {
-  using Kind = nn::RecomputePolicy::Kind;
-  const Kind kind = config.policy == "full"        ? Kind::kFull
-                    : config.policy == "every_n"   ? Kind::kEveryN
-                    : config.policy == "selective" ? Kind::kSelective
-                                                   : Kind::kNone;
-  return {kind, config.every_n};
 }
 
 std::vector<std::string> matching_parameters(const Config& config, std::string_view key,
@@ -137,104 +120,54 @@ void freeze_parameters(const Config& config, nn::Module& model) {
 }
 
 dist::FsdpOptions fsdp_options(const Config& config, nn::Module& model) {
-  dist::FsdpOptions options;
-  options.ignored = matching_parameters(config, "fsdp.ignored", config.fsdp.ignored, model);
-  options.strategy = dist::strategy_from_name(config.fsdp.strategy);
-  options.shard_size = static_cast<int>(config.fsdp.shard_size);
-  if (config.fsdp.wrap == "whole_model") options.wrap = dist::wrap::whole_model();
-  if (config.fsdp.wrap == "every_n_blocks") {
-    options.wrap = dist::wrap::every_n_blocks(static_cast<int>(config.fsdp.wrap_every));
-  }
-  if (config.fsdp.wrap == "min_num_params") {
-    options.wrap = dist::wrap::min_num_params(config.fsdp.min_num_params);
-  }
-  if (config.fsdp.sync_every_micro_batch != "auto") {
-    options.sync_every_micro_batch = dist::grad_sync_from_name(config.fsdp.sync_every_micro_batch);
-  }
-  const std::string& reshard = config.fsdp.reshard_after_forward;
-  if (reshard == "true" || reshard == "false") {
-    options.reshard_after_forward = reshard == "true";
-  } else if (reshard != "auto") {
-    options.reshard_after_forward = std::stoi(reshard);
-  }
-  options.prefetch_forward = static_cast<int>(config.fsdp.prefetch_forward);
-  options.prefetch_backward = static_cast<int>(config.fsdp.prefetch_backward);
-  options.communicators = static_cast<int>(config.fsdp.communicators);
-  options.offload = dist::offload_from_name(config.fsdp.offload);
-  options.reproducible = config.train.reproducible;
-  options.precision.norm_fp32 = config.precision.norm_fp32;
-  options.precision.param_dtype = dtype_from_name(config.precision.param_dtype);
-  options.precision.reduce_dtype = dtype_from_name(config.precision.reduce_dtype);
-  options.precision.wire_dtype = dtype_or_same(config.fsdp.wire_dtype);
-  options.precision.output_dtype = dtype_or_same(config.precision.output_dtype);
-  options.precision.buffer_dtype = dtype_or_same(config.precision.buffer_dtype);
-  options.precision.cast_forward_inputs = config.precision.cast_forward_inputs;
+  const FsdpConfig& fsdp = config.fsdp;
+  dist::FsdpOptions options = fsdp.options;
+  options.ignored = matching_parameters(config, "fsdp.ignored", fsdp.ignored, model);
+  options.wrap = wrap_policy(fsdp);
+  options.precision.param_dtype = config.precision.param_dtype.value_or(kF32);
   return options;
 }
 
 std::unique_ptr<optim::Optimizer> make_optimizer(const Config& config,
                                                  const std::vector<optim::FlatShard>& shards) {
   const OptimConfig& optim = config.optim;
-  const auto lr = static_cast<float>(optim.lr);
-  const auto weight_decay = static_cast<float>(optim.weight_decay);
-  if (optim.name == "sgd") {
-    optim::SgdOptions options;
-    options.lr = lr;
-    options.momentum = static_cast<float>(optim.momentum);
-    options.nesterov = optim.nesterov;
-    options.weight_decay = weight_decay;
-    return std::make_unique<optim::Sgd>(shards, options);
+  switch (optim.name) {
+    case OptimizerName::kSgd: {
+      optim::SgdOptions options = optim.sgd;
+      options.weight_decay = optim.adamw.weight_decay;
+      return std::make_unique<optim::Sgd>(shards, options);
+    }
+    case OptimizerName::kAdamW: {
+      optim::AdamWOptions options = optim.adamw;
+      if (optim.stochastic_rounding) {
+        options.rounding_seed = static_cast<uint64_t>(config.train.seed);
+      }
+      return std::make_unique<optim::AdamW>(shards, options);
+    }
   }
-  optim::AdamWOptions options;
-  options.lr = lr;
-  options.beta1 = optim.beta1;
-  options.beta2 = optim.beta2;
-  options.eps = optim.eps;
-  options.weight_decay = weight_decay;
-  if (optim.stochastic_rounding) {
-    options.rounding_seed = static_cast<uint64_t>(config.train.seed);
-  }
-  return std::make_unique<optim::AdamW>(shards, options);
+  throw InternalError("make_optimizer: not a name of an optimizer");
 }
 
 optim::Schedule make_schedule(const Config& config) {
-  optim::ScheduleOptions options;
-  options.kind = optim::schedule_from_name(config.optim.schedule);
-  options.peak_lr = static_cast<float>(config.optim.lr);
-  options.final_lr = static_cast<float>(config.optim.final_lr);
+  optim::ScheduleOptions options = config.optim.schedule;
   options.num_steps = config.train.steps;
-  options.warmup_steps = config.optim.warmup_steps;
-  options.decay_steps =
-      config.optim.decay_steps == 0 ? config.train.steps / 5 : config.optim.decay_steps;
+  if (options.decay_steps == 0) options.decay_steps = config.train.steps / 5;
   return optim::Schedule(options);
-}
-
-AttentionBackend attention_backend_from_name(std::string_view name) {
-  return name == "cudnn"  ? AttentionBackend::kCudnn
-         : name == "auto" ? AttentionBackend::kAuto
-                          : AttentionBackend::kOwn;
-}
-
-GemmBackend gemm_backend_from_name(std::string_view name) {
-  return name == "own"        ? GemmBackend::kOwn
-         : name == "cublaslt" ? GemmBackend::kCublasLt
-                              : GemmBackend::kAuto;
 }
 
 void check_kernel_libraries(const Config& config, DeviceType device) {
   if (device != DeviceType::kCuda) return;
-  const auto check = [&](std::string_view key, std::string_view value, const std::string& problem,
-                         std::string_view others) {
+  const auto check = [&](std::string_view key, std::string_view value, const std::string& problem) {
     TESSERA_CHECK_AS(ConfigError, problem.empty(),
-                     "{}: {} = {}, but {}, expected the library or {}", config.origin(key), key,
-                     value, problem, others);
+                     "{}: {} = {}, but {}, expected the library or one of own, auto",
+                     config.origin(key), key, value, problem);
   };
-  const KernelsConfig& k = config.kernels;
-  if (k.attention == "cudnn") {
-    check("kernels.attention", k.attention, kernels::cudnn_problem(), "one of own, auto");
+  const Backends& k = config.runtime.backends;
+  if (k.attention == AttentionBackend::kCudnn) {
+    check("kernels.attention", name_of(k.attention), kernels::cudnn_problem());
   }
-  if (k.gemm == "cublaslt") {
-    check("kernels.gemm", k.gemm, kernels::cuda::cublaslt_problem(), "one of own, auto");
+  if (k.gemm == GemmBackend::kCublasLt) {
+    check("kernels.gemm", name_of(k.gemm), kernels::cuda::cublaslt_problem());
   }
 }
 

@@ -6,15 +6,9 @@
 
 #include "apps/config.h"
 #include "apps/data.h"
-#include "dist/fsdp/fully_shard.h"
-#include "dist/fsdp/scaler.h"
-#include "kernels/attention/attention.h"
-#include "kernels/matmul/backend.h"
-#include "nn/transformer.h"
 #include "optim/optimizer.h"
-#include "optim/schedule.h"
 
-// What the keys of a configuration mean to the libraries.
+// What libraries are given of a configuration, where it is not simply their struct in it.
 
 namespace tessera::apps {
 
@@ -22,7 +16,6 @@ namespace tessera::apps {
 std::unique_ptr<nn::LanguageModel> make_model(const ModelConfig& config, int64_t vocab_size);
 
 dist::LossScaleOptions loss_scale_options(const PrecisionConfig& config);
-nn::RecomputePolicy recompute_policy(const RecomputeConfig& config);
 /// Full names of the parameters of `model` that the comma-separated `patterns` of `key` match.
 /// ConfigError if one matches none.
 std::vector<std::string> matching_parameters(const Config& config, std::string_view key,
@@ -33,9 +26,6 @@ dist::FsdpOptions fsdp_options(const Config& config, nn::Module& model);
 std::unique_ptr<optim::Optimizer> make_optimizer(const Config& config,
                                                  const std::vector<optim::FlatShard>& shards);
 optim::Schedule make_schedule(const Config& config);
-/// What computes on CUDA, by the names of the keys `kernels.attention` and `kernels.gemm`.
-AttentionBackend attention_backend_from_name(std::string_view name);
-GemmBackend gemm_backend_from_name(std::string_view name);
 /// ConfigError, with key and library, if a key asks for a library that cannot be used on `device`.
 void check_kernel_libraries(const Config& config, DeviceType device);
 SampleOptions sample_options(const Config& config, int64_t vocab_size);

@@ -2,35 +2,19 @@
 
 #include <algorithm>
 
+#include "apps/config_table.h"
 #include "apps/options.h"
 
 namespace tessera::apps {
 
-ResumeKind resume_kind(std::string_view key) {
-  const auto is_in = [&](std::initializer_list<std::string_view> keys) {
-    return std::find(keys.begin(), keys.end(), key) != keys.end();
-  };
-  if (is_in({"model.from", "model.bos_ids", "model.eos_ids", "model.pad_ids",
-             "model.max_positions"})) {
-    return ResumeKind::kFree;  // nothing is computed with them; position rows have a shape
-  }
-  if (is_in({"model.dropout", "train.steps"})) return ResumeKind::kSchedule;
-  if (is_in({"optim.name", "data.separator", "data.restart_positions"}) ||
-      key.starts_with("model.")) {
-    return ResumeKind::kIdentity;
-  }
-  if (key.starts_with("optim.")) return ResumeKind::kSchedule;
-  return ResumeKind::kFree;
-}
-
 ResumeChanges compare_for_resume(const Config& there, const Config& here, int64_t step) {
   Config a = there, b = here;
-  const std::vector<Field> old_fields = config_fields(a), fields = config_fields(b);
+  const auto old_fields = config_fields(a), fields = config_fields(b);
   ResumeChanges changes;
   for (size_t i = 0; i < fields.size(); ++i) {
     const std::string_view key = fields[i].key;
-    const ResumeKind kind = resume_kind(key);
-    const std::string before = value_text(old_fields[i]), now = value_text(fields[i]);
+    const ResumeKind kind = *fields[i].resume;
+    const std::string before = old_fields[i].value_text(), now = fields[i].value_text();
     if (kind == ResumeKind::kFree || before == now) continue;
     // 0 and what it stands for are the same model.
     if (key == "model.kv_heads" && std::max(a.model.kv_heads, b.model.kv_heads) == b.model.heads &&

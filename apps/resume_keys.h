@@ -1,20 +1,11 @@
 #pragma once
 
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "apps/config.h"
 
 namespace tessera::apps {
-
-/// What it means to resume a checkpoint with another value of a key.
-enum class ResumeKind : unsigned char {
-  kIdentity,  ///< another model or other data: refused
-  kSchedule,  ///< other numbers from here on: said; refused where the key was left out by mistake
-  kFree,      ///< where and how it runs, not what it computes
-};
-ResumeKind resume_kind(std::string_view key);
 
 /// The keys that differ, "optim.lr 0.001 there, 0.0003 here", by what becomes of them. Refused is
 /// an identity, a key of the schedule that was given for the checkpoint and is now at its default

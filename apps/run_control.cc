@@ -148,9 +148,9 @@ std::string nonfinite_advice(const Config& config, double lr) {
   std::string text = fmt::format(
       "more often than the data the cause is: a learning rate that is too high ({:g} in this step; "
       "lower optim.lr = {:g} or raise optim.warmup_steps = {})",
-      lr, o.lr, o.warmup_steps);
+      lr, o.schedule.peak_lr, o.schedule.warmup_steps);
   if (o.clip == 0) text += ", gradients without a limit (set optim.clip = 1)";
-  if (config.precision.param_dtype == "f16") {
+  if (config.precision.param_dtype == kF16) {
     text += ", the range of f16 (set precision.param_dtype = bf16)";
   }
   return text;

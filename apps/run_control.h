@@ -109,9 +109,8 @@ class SpikeGuard {
  public:
   explicit SpikeGuard(const GuardConfig& config) : config_(config) {}
 
-  bool is_on() const { return config_.spike != "off"; }
-  bool skips() const { return config_.spike == "skip"; }
-  bool rewinds() const { return config_.spike == "rewind"; }
+  bool is_on() const { return config_.spike != SpikeAction::kOff; }
+  bool rewinds() const { return config_.spike == SpikeAction::kRewind; }
   /// Standard deviations above the mean; nothing until the window is full.
   std::optional<double> score(double loss) const;
   bool is_spike(double loss) const;

@@ -10,7 +10,6 @@
 
 #include "apps/agreement.h"
 #include "apps/checkpointing.h"
-#include "apps/config_effects.h"
 #include "apps/loss.h"
 #include "apps/metrics.h"
 #include "apps/model_from.h"
@@ -211,7 +210,7 @@ Trainer::Trainer(const Config& config, dist::World& world, Data data, RunDir& ru
   TokenCheck::Options check{.vocab_size = data_.vocab_size,
                             .results_path = config_.output.dir + "/token_check.txt"};
   token_check_.emplace(data_.files, std::move(check), world_);
-  model_->set_recompute(recompute_policy(config_.recompute));
+  model_->set_recompute(config_.recompute);
   world_.control().verdict([&] { freeze_parameters(config_, *model_); });
   fsdp_ = dist::fully_shard(*model_, world_, fsdp_options(config_, *model_));
   initialize_parameters();
@@ -221,9 +220,7 @@ Trainer::Trainer(const Config& config, dist::World& world, Data data, RunDir& ru
   if (world_.world_size() > 1) fsdp_->exposed_times();  // cuda measures from the first call on
   resume();
   state_guard_ = std::make_unique<dist::StateGuard>(
-      *model_, *fsdp_, *optimizer_, world_,
-      dist::StateGuardOptions{.replica_every = config_.guard.replica_every,
-                              .checks_state = config_.guard.state_checksum},
+      *model_, *fsdp_, *optimizer_, world_, config_.guard.state,
       dist::StateGuard::Extras{{"loss scale", scaler_->scale()}});
 }
 
@@ -284,7 +281,7 @@ void Trainer::check_tokens() const {
         fmt::format("{}: data.separator = {}, expected a token below the vocabulary's size {}",
                     config_.origin("data.separator"), config_.data.separator, data_.vocab_size));
   }
-  if (config_.sample.tokens == 0) return;
+  if (config_.sample.options.num_tokens == 0) return;
   try {
     data_.tokenizer->encode(config_.sample.prompt);
   } catch (const InputError& error) {
@@ -332,7 +329,7 @@ void Trainer::describe() {
       data_.train.num_tokens(), samples_->num_samples(), data_.val.num_tokens(), samples_per_step_,
       world_.world_size(), grad_accum_steps_, config_.train.micro_batch, tokens_per_step_));
   const DataConfig& d = config_.data;
-  if (d.val_tokens.empty() && d.val_fraction > 0 && d.val_split == "tail") {
+  if (d.val_tokens.empty() && d.val_fraction > 0 && d.val_split == ValSplit::kTail) {
     log_->print(fmt::format(
         "validation: the last {:g} % of the data, which may differ from the rest of it; "
         "--data.val_split=interleave takes pieces from all over",
@@ -773,13 +770,9 @@ void Trainer::end_run() {
 }
 
 void Trainer::print_sample() {
-  if (config_.sample.tokens == 0) return;
-  nn::GenerateOptions options;
-  options.num_tokens = config_.sample.tokens;
-  options.sampling = {.temperature = config_.sample.temperature,
-                      .top_k = config_.sample.top_k,
-                      .top_p = config_.sample.top_p,
-                      .seed = static_cast<uint64_t>(config_.train.seed)};
+  if (config_.sample.options.num_tokens == 0) return;
+  nn::GenerateOptions options = config_.sample.options;
+  options.sampling.seed = static_cast<uint64_t>(config_.train.seed);
   options.on_token = [&](int32_t) {
     return world_.control().max(is_preemption_requested() ? 1 : 0) == 0;
   };
@@ -797,25 +790,18 @@ TrainResult train(const Config& given, dist::World& world) {
   Config config = given;
   world.set_timeout(std::chrono::milliseconds(static_cast<int64_t>(config.dist.timeout * 1e3)));
   world.set_verbose(config.debug.dist);
-  dist::set_nccl_options({.native_reduce_scatter = config.dist.nccl_reduce == "nccl",
-                          .max_ctas = static_cast<int>(config.dist.nccl_max_ctas)});
-  set_attention_backend(attention_backend_from_name(config.kernels.attention));
-  set_gemm_backend(gemm_backend_from_name(config.kernels.gemm));
+  dist::set_nccl_options(config.dist.nccl);
   std::shared_ptr<Context> context;
-  const std::string stored_dtype = stored_param_dtype(config, world);
+  const std::optional<DType> stored_dtype = stored_param_dtype(config, world);
   world.control().verdict([&] {
-    ContextOptions options;
+    ContextOptions options = config.runtime;
     options.device = world.device(config.device);
     resolve_param_dtype(config, options.device.type == DeviceType::kCuda, stored_dtype);
     check_kernel_libraries(config, options.device.type);
-    options.num_threads = world.num_threads(static_cast<int>(config.train.threads));
-    options.memory_limit = parse_nbytes(config.memory.limit);
-    options.memory_split = parse_nbytes(config.memory.split);
-    options.poison = config.debug.poison;
-    options.order_check = config.debug.order_check;
+    options.num_threads = world.num_threads(config.runtime.num_threads);
     context = std::make_shared<Context>(options);
     // Who sets train.threads may run other jobs beside this one, which would take the same.
-    if (config.train.pin_threads && config.train.threads == 0 &&
+    if (config.train.pin_threads && config.runtime.num_threads == 0 &&
         options.device.type == DeviceType::kCpu) {
       if (const auto processors = world.processors(options.num_threads); !processors.empty()) {
         pin_threads(context->compute(), processors);

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "core/enum_names.h"
 #include "kernels/loss/loss.h"
 #include "nn/attention.h"
 #include "nn/embedding.h"
@@ -51,6 +52,12 @@ enum class Recompute : unsigned char {
 /// of one block, so a unit that holds the block is gathered for it exactly once more.
 struct RecomputePolicy {
   enum class Kind { kNone, kFull, kEveryN, kSelective };
+  friend constexpr auto enum_names(Kind) {
+    return std::to_array<EnumName<Kind>>({{Kind::kNone, "none"},
+                                          {Kind::kFull, "full"},
+                                          {Kind::kEveryN, "every_n"},
+                                          {Kind::kSelective, "selective"}});
+  }
   Kind kind = Kind::kNone;
   int64_t every = 1;  ///< kEveryN: blocks 0, every, 2 * every, ...
 

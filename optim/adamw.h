@@ -5,12 +5,13 @@
 namespace tessera::optim {
 
 struct AdamWOptions {
-  float lr = 1e-3f;  ///< of `step()`; a schedule passes its own
+  double lr = 1e-3;  ///< of `step()`; a schedule passes its own
   double beta1 = 0.9;
   double beta2 = 0.999;
   double eps = 1e-8;
-  float weight_decay = 0.01f;  ///< where the segment decays
-  /// Set: low-precision copies are rounded stochastically, with this seed (`FlatUpdate::rounding_step`).
+  double weight_decay = 0.01;  ///< where the segment decays
+  /// Set: low-precision copies are rounded stochastically, with this seed
+  /// (`FlatUpdate::rounding_step`).
   std::optional<uint64_t> rounding_seed = std::nullopt;
 };
 

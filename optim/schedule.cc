@@ -1,29 +1,11 @@
 #include "optim/schedule.h"
 
 #include <algorithm>
-#include <array>
 #include <cmath>
 
 #include "core/check.h"
 
 namespace tessera::optim {
-namespace {
-
-constexpr std::array<std::string_view, 4> kNames = {"constant", "linear", "cosine", "wsd"};
-
-}  // namespace
-
-std::string_view name_of(ScheduleKind kind) {
-  return kNames[static_cast<size_t>(kind)];
-}
-
-ScheduleKind schedule_from_name(std::string_view name) {
-  for (size_t i = 0; i < kNames.size(); ++i) {
-    if (kNames[i] == name) return static_cast<ScheduleKind>(i);
-  }
-  throw ConfigError(fmt::format("schedule: unknown name \"{}\", expected one of {}", name,
-                                fmt::join(kNames, ", ")));
-}
 
 Schedule::Schedule(const ScheduleOptions& options) : options_(options) {
   const auto check = [](bool is_right, const char* name, const char* range, auto value) {
@@ -38,7 +20,8 @@ Schedule::Schedule(const ScheduleOptions& options) : options_(options) {
 
 float Schedule::lr(int64_t step) const {
   const ScheduleOptions& o = options_;
-  const double peak = static_cast<double>(o.peak_lr), final = static_cast<double>(o.final_lr);
+  const auto peak_lr = static_cast<float>(o.peak_lr), final_lr = static_cast<float>(o.final_lr);
+  const auto peak = static_cast<double>(peak_lr), final = static_cast<double>(final_lr);
   const int64_t last = o.num_steps - 1;
   step = std::min(step, last);
   if (step < o.warmup_steps) {
@@ -47,8 +30,8 @@ float Schedule::lr(int64_t step) const {
   }
   int64_t start = std::max<int64_t>(o.warmup_steps - 1, 0);  // the last step at the peak
   if (o.kind == ScheduleKind::kWsd) start = std::max(start, last - o.decay_steps);
-  if (o.kind == ScheduleKind::kConstant || step <= start) return o.peak_lr;
-  if (step == last) return o.final_lr;
+  if (o.kind == ScheduleKind::kConstant || step <= start) return peak_lr;
+  if (step == last) return final_lr;
   const double t = static_cast<double>(step - start) / static_cast<double>(last - start);
   const double f = o.kind == ScheduleKind::kCosine ? 0.5 * (1 + std::cos(M_PI * t)) : 1 - t;
   return static_cast<float>(final + (peak - final) * f);

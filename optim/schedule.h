@@ -1,21 +1,24 @@
 #pragma once
 
 #include <cstdint>
-#include <string_view>
+
+#include "core/enum_names.h"
 
 namespace tessera::optim {
 
 enum class ScheduleKind : unsigned char { kConstant, kLinear, kCosine, kWsd };
+constexpr auto enum_names(ScheduleKind) {
+  return std::to_array<EnumName<ScheduleKind>>({{ScheduleKind::kConstant, "constant"},
+                                                {ScheduleKind::kLinear, "linear"},
+                                                {ScheduleKind::kCosine, "cosine"},
+                                                {ScheduleKind::kWsd, "wsd"}});
+}
 
-/// "constant", "linear", "cosine", "wsd".
-std::string_view name_of(ScheduleKind kind);
-/// The inverse of `name_of`; ConfigError that lists the names if there is none.
-ScheduleKind schedule_from_name(std::string_view name);
-
+/// Rates count as f32.
 struct ScheduleOptions {
   ScheduleKind kind = ScheduleKind::kCosine;
-  float peak_lr = 1e-3f;
-  float final_lr = 0;        ///< not used by kConstant
+  double peak_lr = 1e-3;
+  double final_lr = 0;       ///< not used by kConstant
   int64_t num_steps = 1;     ///< steps of the whole run
   int64_t warmup_steps = 0;  ///< 0: the first step is at the peak
   int64_t decay_steps = 0;   ///< kWsd: the last steps, from the peak to final_lr; 0: none

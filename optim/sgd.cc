@@ -3,7 +3,7 @@
 namespace tessera::optim {
 
 Sgd::Sgd(std::vector<FlatShard> shards, const SgdOptions& options)
-    : Optimizer(std::move(shards), options.lr), options_(options) {
+    : Optimizer(std::move(shards), static_cast<float>(options.lr)), options_(options) {
   TESSERA_CHECK_AS(ConfigError, options.momentum >= 0, "Sgd: momentum must be at least 0, got {}",
                    options.momentum);
   TESSERA_CHECK_AS(ConfigError, options.weight_decay >= 0,
@@ -20,9 +20,10 @@ std::vector<NamedState> Sgd::state() const {
 
 void Sgd::update_shard(const FlatUpdate& update, std::span<const Tensor> states) {
   FlatUpdate flat = update;
-  flat.weight_decay = options_.weight_decay;
-  SgdUpdate sgd{
-      .momentum_buffer = {}, .momentum = options_.momentum, .nesterov = options_.nesterov};
+  flat.weight_decay = static_cast<float>(options_.weight_decay);
+  SgdUpdate sgd{.momentum_buffer = {},
+                .momentum = static_cast<float>(options_.momentum),
+                .nesterov = options_.nesterov};
   if (options_.momentum > 0) sgd.momentum_buffer = states[0];
   sgd_step(flat, sgd);
 }

@@ -5,10 +5,10 @@
 namespace tessera::optim {
 
 struct SgdOptions {
-  float lr = 1e-2f;  ///< of `step()`; a schedule passes its own
-  float momentum = 0;
+  double lr = 1e-2;  ///< of `step()`; a schedule passes its own
+  double momentum = 0;
   bool nesterov = false;
-  float weight_decay = 0;  ///< where the segment decays
+  double weight_decay = 0;  ///< where the segment decays
 };
 
 /// Gradient descent with momentum, PyTorch's formula; decay is part of the gradient:

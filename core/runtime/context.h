@@ -4,6 +4,7 @@
 #include <string>
 
 #include "core/runtime/allocator.h"
+#include "core/runtime/backends.h"
 #include "core/runtime/stream.h"
 
 namespace tessera {
@@ -19,6 +20,7 @@ struct ContextOptions {
   int64_t memory_split = int64_t{1} << 20;
   bool poison = false;       ///< fill freed memory with NaN in stream order
   bool order_check = false;  ///< run the happens-before checker (core/runtime/order_check.h)
+  Backends backends = {};    ///< on CUDA; those of operations submitted under this Context
 };
 
 /// What one rank owns on its device: the compute stream, the allocators and the checker. Each
@@ -49,6 +51,9 @@ class Context {
 
   Device device() const { return options_.device; }
   const ContextOptions& options() const { return options_; }
+  /// For operations that the calling thread submits under this Context from now on; one thread at
+  /// a time, as for all that a rank owns.
+  void set_backends(const Backends& backends) { options_.backends = backends; }
   const Stream& compute() const { return compute_; }
   const std::shared_ptr<Allocator>& allocator() const { return allocator_; }
   /// Host memory for copies to and from the device: pinned beside CUDA, a second pool on `cpu`.

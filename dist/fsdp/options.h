@@ -3,14 +3,16 @@
 #include <cstdint>
 #include <optional>
 #include <string>
-#include <string_view>
 #include <variant>
 #include <vector>
 
 #include "core/dtype.h"
+#include "core/enum_names.h"
 #include "dist/fsdp/wrap.h"
 
 namespace tessera::dist {
+
+using tessera::name_of;  // of the enums below, beside those of this namespace
 
 /// What is sharded over which ranks. P parameters, W ranks, S ranks in a shard group.
 enum class Strategy : unsigned char {
@@ -21,10 +23,18 @@ enum class Strategy : unsigned char {
   kHybridShard,       ///< full_shard inside groups of S ranks, replicated over the groups
   kHybridShardZero2,  ///< shard_grad_op inside groups of S ranks, replicated over the groups
 };
-/// "full_shard", "shard_grad_op", "shard_optim", "no_shard", "hybrid_shard", "hybrid_shard_zero2".
-std::string_view name_of(Strategy strategy);
-/// ConfigError that lists the names if there is none.
-Strategy strategy_from_name(std::string_view name);
+constexpr auto enum_names(Strategy) {
+  return std::to_array<EnumName<Strategy>>({{Strategy::kFullShard, "full_shard"},
+                                            {Strategy::kShardGradOp, "shard_grad_op"},
+                                            {Strategy::kShardOptim, "shard_optim"},
+                                            {Strategy::kNoShard, "no_shard"},
+                                            {Strategy::kHybridShard, "hybrid_shard"},
+                                            {Strategy::kHybridShardZero2, "hybrid_shard_zero2"}});
+}
+/// Whether the states are sharded inside groups of ranks and replicated over the groups.
+constexpr bool is_hybrid(Strategy strategy) {
+  return strategy == Strategy::kHybridShard || strategy == Strategy::kHybridShardZero2;
+}
 
 /// When the gradients of a step with several micro-batches travel.
 enum class GradSync : unsigned char {
@@ -32,8 +42,11 @@ enum class GradSync : unsigned char {
   kShard,            ///< `shard`: inside the shard group after each, across groups after the last
   kLast,             ///< `false`: kept whole in f32, 4 bytes x P; reduced after the last
 };
-std::string_view name_of(GradSync sync);  ///< "true", "shard", "false"
-GradSync grad_sync_from_name(std::string_view name);
+constexpr auto enum_names(GradSync) {
+  return std::to_array<EnumName<GradSync>>({{GradSync::kEveryMicroBatch, "true"},
+                                            {GradSync::kShard, "shard"},
+                                            {GradSync::kLast, "false"}});
+}
 
 /// What lives in host memory between uses; [Note: Offload] in offload.h counts the bytes.
 enum class Offload : unsigned char {
@@ -41,8 +54,11 @@ enum class Offload : unsigned char {
   kOptimizer,           ///< optimizer states, and masters where parameters are not f32
   kParamsAndOptimizer,  ///< parameter and gradient shards too
 };
-std::string_view name_of(Offload offload);  ///< "none", "optimizer", "params_and_optimizer"
-Offload offload_from_name(std::string_view name);
+constexpr auto enum_names(Offload) {
+  return std::to_array<EnumName<Offload>>({{Offload::kNone, "none"},
+                                           {Offload::kOptimizer, "optimizer"},
+                                           {Offload::kParamsAndOptimizer, "params_and_optimizer"}});
+}
 
 /// dtypes of a step. Masters, gradient shards and optimizer states are f32 always.
 struct PrecisionOptions {

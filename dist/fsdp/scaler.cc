@@ -4,18 +4,6 @@
 
 namespace tessera::dist {
 
-std::string_view name_of(LossScaling scaling) {
-  switch (scaling) {
-    case LossScaling::kNone:
-      return "none";
-    case LossScaling::kStatic:
-      return "static";
-    case LossScaling::kDynamic:
-      return "dynamic";
-  }
-  return "";
-}
-
 LossScaler::LossScaler(const LossScaleOptions& options) : options_(options) {
   const LossScaleRule& r = options.rule;
   TESSERA_CHECK_AS(ConfigError, options.init > 0 && options.init <= r.max_scale,

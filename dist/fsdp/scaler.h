@@ -1,8 +1,8 @@
 #pragma once
 
 #include <cstdint>
-#include <string_view>
 
+#include "core/enum_names.h"
 #include "core/tensor.h"
 #include "dist/fsdp/fully_shard.h"
 #include "kernels/loss_scale/loss_scale.h"
@@ -14,7 +14,11 @@ enum class LossScaling : unsigned char {
   kStatic,   ///< stays `init`; a step that is not finite is skipped
   kDynamic,  ///< halves when a step is not finite, doubles after `interval` good ones
 };
-std::string_view name_of(LossScaling scaling);  ///< "none", "static", "dynamic"
+constexpr auto enum_names(LossScaling) {
+  return std::to_array<EnumName<LossScaling>>({{LossScaling::kNone, "none"},
+                                               {LossScaling::kStatic, "static"},
+                                               {LossScaling::kDynamic, "dynamic"}});
+}
 
 struct LossScaleOptions {
   LossScaling scaling = LossScaling::kDynamic;

@@ -1,6 +1,5 @@
 #include "kernels/attention/attention.h"
 
-#include <atomic>
 #include <chrono>
 #include <cmath>
 #include <map>
@@ -9,6 +8,7 @@
 
 #include "core/autograd.h"
 #include "core/elementary/kernel.h"
+#include "core/runtime/context.h"
 #include "kernels/attention/cudnn.h"
 #include "kernels/attention/kernel.h"
 
@@ -174,8 +174,6 @@ void check(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionOpt
   }
 }
 
-std::atomic<AttentionBackend> selected_backend{AttentionBackend::kOwn};
-
 template <class F>
 double seconds_of(const Stream& s, const F& f) {
   constexpr int kRuns = 5;
@@ -260,11 +258,14 @@ class Destination {
 }  // namespace
 
 void set_attention_backend(AttentionBackend backend) {
-  selected_backend = backend;
+  Context& context = *Context::current();
+  Backends backends = context.options().backends;
+  backends.attention = backend;
+  context.set_backends(backends);
 }
 
 AttentionBackend attention_backend() {
-  return selected_backend;
+  return Context::current()->options().backends.attention;
 }
 
 Tensor attention(const Tensor& q_BTHD, const Tensor& k_BSHD, const Tensor& v_BSHD,

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "core/runtime/backends.h"
 #include "core/tensor.h"
 
 // B batch, T queries, S keys, H query heads, Hk key/value heads, D head width.
@@ -16,18 +17,10 @@ struct AttentionOptions {
   float softcap = 0;         ///< bound of the logits' magnitude; 0: none
 };
 
-/// Which code computes attention on CUDA devices.
-enum class AttentionBackend : unsigned char {
-  kOwn,    ///< the project's kernels; bitwise repeatable
-  kCudnn,  ///< cuDNN where it takes the problem (bf16 or f16, aligned, no documents, alibi, window
-           ///< or softcap, all gradients wanted, none added to), else `kOwn`; its dq is summed by
-           ///< atomics: not bitwise repeatable. An error where cuDNN 9 cannot be loaded
-  kAuto,   ///< the faster of both: the first call of a shape times each, which waits for the device
-};
-
-/// For all calls submitted from now on, in all threads; `kOwn` at first. cuDNN's kernels have not
-/// been run on hardware yet, nor has their speed been measured: the graphs are described as cuDNN
-/// 9.19 recognizes them, and its heuristics offer kernels for them (compute capability 9.0).
+/// Which code computes attention on CUDA devices: that of the current Context's options, until it
+/// is set there. cuDNN's kernels have not been run on hardware yet, nor has their speed been
+/// measured: the graphs are described as cuDNN 9.19 recognizes them, and its heuristics offer
+/// kernels for them (compute capability 9.0).
 void set_attention_backend(AttentionBackend backend);
 AttentionBackend attention_backend();
 

@@ -4,6 +4,7 @@
 #include <span>
 #include <vector>
 
+#include "core/enum_names.h"
 #include "core/tensor.h"
 
 namespace tessera {
@@ -17,6 +18,9 @@ namespace tessera {
 Tensor scale(const Tensor& x, double factor);
 
 enum class Gelu { kTanh, kExact };
+constexpr auto enum_names(Gelu) {
+  return std::to_array<EnumName<Gelu>>({{Gelu::kTanh, "tanh"}, {Gelu::kExact, "exact"}});
+}
 
 /// Gaussian error linear unit (Hendrycks & Gimpel 2016, arXiv:1606.08415).
 ///   kExact   y = x Phi(x),  Phi the standard normal distribution function

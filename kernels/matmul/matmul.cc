@@ -1,10 +1,10 @@
 #include "kernels/matmul/matmul.h"
 
-#include <atomic>
 #include <optional>
 
 #include "core/autograd.h"
 #include "core/runtime/allocator.h"
+#include "core/runtime/context.h"
 #include "kernels/matmul/backend.h"
 #include "kernels/matmul/cuda.h"
 #include "kernels/matmul/kernel.h"
@@ -12,22 +12,27 @@
 namespace tessera {
 namespace {
 
-std::atomic<GemmBackend> chosen_backend = GemmBackend::kAuto;
-std::atomic<bool> is_tf32_allowed = false;
+template <class T>
+void set_backend(T Backends::*member, T value) {
+  Context& context = *Context::current();
+  Backends backends = context.options().backends;
+  backends.*member = value;
+  context.set_backends(backends);
+}
 
 }  // namespace
 
 void set_gemm_backend(GemmBackend backend) {
-  chosen_backend = backend;
+  set_backend(&Backends::gemm, backend);
 }
 GemmBackend gemm_backend() {
-  return chosen_backend;
+  return Context::current()->options().backends.gemm;
 }
 void set_gemm_tf32(bool is_allowed) {
-  is_tf32_allowed = is_allowed;
+  set_backend(&Backends::gemm_tf32, is_allowed);
 }
 bool gemm_tf32() {
-  return is_tf32_allowed;
+  return Context::current()->options().backends.gemm_tf32;
 }
 
 namespace kernels {

@@ -1,10 +1,16 @@
 #pragma once
 
+#include "core/enum_names.h"
 #include "core/tensor.h"
 
 namespace tessera {
 
 enum class RopeScaling : unsigned char { kNone, kLinear, kLlama3 };
+constexpr auto enum_names(RopeScaling) {
+  return std::to_array<EnumName<RopeScaling>>({{RopeScaling::kNone, "none"},
+                                               {RopeScaling::kLinear, "linear"},
+                                               {RopeScaling::kLlama3, "llama3"}});
+}
 
 /// Which elements a rotary embedding rotates and how fast.
 struct RopeOptions {

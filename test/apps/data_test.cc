@@ -275,7 +275,7 @@ TEST_CASE("data: interleaved validation comes from all over the data", "[data]")
   };
   const Data tail = load_data(config);
   CHECK(chars_of(tail.val) == 1);
-  config.data.val_split = "interleave";
+  config.data.val_split = ValSplit::kInterleave;
   const Data data = load_data(config);
   CHECK(chars_of(data.val) == 4);
   CHECK(chars_of(data.train) == 4);

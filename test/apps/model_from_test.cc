@@ -63,9 +63,9 @@ TEST_CASE("model_from: the sizes are those of config.json", "[model_from]") {
   CHECK(llama.model.context == 8);  // shorter than the file's 32
   CHECK(llama.model.max_positions == 32);
   CHECK(llama.model.kv_heads == 2);
-  CHECK(llama.model.rope_scaling == "llama3");
-  CHECK(llama.model.rope_theta == 100);
-  CHECK(llama.model.norm_eps == 1e-6);
+  CHECK(llama.model.rope.scaling == RopeScaling::kLlama3);
+  CHECK(llama.model.rope.theta == 100);
+  CHECK(llama.model.norm_eps == 1e-6f);
   CHECK(config_for(dir, "bloom").model.kind == "bloom");
   CHECK(config_for(dir, "qwen3").model.qk_norm);
   CHECK(error_of([&] { config_for(dir, "gpt2", {"--model.context=1000"}); }) ==
@@ -284,13 +284,13 @@ TEST_CASE("model_from: the learning rate of fine-tuning is 1e-5 unless it is giv
     extra.push_back("--data.tokens=" + write_tokens(dir));
     return load_config("", extra);
   };
-  CHECK(load({}).optim.lr == 1e-5);
-  CHECK(load({}).optim.final_lr == 1e-6);
+  CHECK(load({}).optim.schedule.peak_lr == 1e-5);
+  CHECK(load({}).optim.schedule.final_lr == 1e-6);
   CHECK(derived_defaults(load({})) ==
         "optim.lr = 1e-05 (that of fine-tuning, since model.from is given); optim.final_lr = 1e-06 "
         "(a tenth of optim.lr)");
-  CHECK(load({"--optim.lr=0.01"}).optim.lr == 0.01);
-  CHECK(load({"--optim.lr=0.01"}).optim.final_lr == 0.001);
+  CHECK(load({"--optim.lr=0.01"}).optim.schedule.peak_lr == 0.01);
+  CHECK(load({"--optim.lr=0.01"}).optim.schedule.final_lr == 0.001);
 }
 
 TEST_CASE("model_from: the resolved configuration stands on its own", "[model_from]") {

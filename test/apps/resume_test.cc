@@ -282,7 +282,7 @@ TEST_CASE("resume: param_dtype that is not given is the checkpoint's", "[resume]
   const SavedRun run(2, {"--precision.param_dtype=bf16"});
   const std::string out = run.copy("again");
   train_on(2, run.resumed(out));
-  CHECK(load_config(out + "/config.toml").precision.param_dtype == "bf16");
+  CHECK(load_config(out + "/config.toml").precision.param_dtype == kBF16);
   CHECK(losses(out) == run.expected);
 }
 
@@ -630,7 +630,7 @@ TEST_CASE("guard: case 40: up to N steps in a row are skipped, then the run stop
 
 TEST_CASE("guard: F26: a spike's score", "[guard]") {
   GuardConfig config;
-  config.spike = "skip";
+  config.spike = SpikeAction::kSkip;
   config.spike_window = 4;
   config.spike_z = 3;
   SpikeGuard guard(config);
@@ -646,10 +646,10 @@ TEST_CASE("guard: F26: a spike's score", "[guard]") {
   CHECK_FALSE(guard.is_spike(-100));
   guard.add(3.0);  // the oldest goes: 4, 2, 4, 3
   CHECK(guard.score(3.25).value() == Approx(0).margin(1e-12));
-  config.spike = "off";
+  config.spike = SpikeAction::kOff;
   CHECK_FALSE(SpikeGuard(config).is_spike(1e9));
   // A window of equal losses has a smallest spread.
-  config.spike = "rewind";
+  config.spike = SpikeAction::kRewind;
   SpikeGuard flat(config);
   for (int i = 0; i < 4; ++i) flat.add(2.0);
   CHECK_FALSE(flat.is_spike(2.001));

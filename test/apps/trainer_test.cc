@@ -214,14 +214,20 @@ TEST_CASE("trainer: buffer_dtype rounds the ALiBi slopes of bloom", "[trainer]")
   }
 }
 
-TEST_CASE("trainer: the keys of kernels choose who computes", "[trainer]") {
+TEST_CASE("trainer: the keys of kernels choose who computes, and only in that run", "[trainer]") {
+  const auto backends = [](const std::vector<std::string>& keys) {
+    std::vector<std::string> overrides = {"--data.text=x"};
+    overrides.insert(overrides.end(), keys.begin(), keys.end());
+    return load_config("", overrides).runtime.backends;
+  };
+  const Backends library = backends({"--kernels.attention=cudnn", "--kernels.gemm=cublaslt"});
+  CHECK(library.attention == AttentionBackend::kCudnn);
+  CHECK(library.gemm == GemmBackend::kCublasLt);
+  CHECK(backends({"--kernels.attention=auto"}).attention == AttentionBackend::kAuto);
+  CHECK(backends({"--kernels.gemm=own"}).gemm == GemmBackend::kOwn);
+  CHECK(backends({}).attention == AttentionBackend::kOwn);
+  CHECK(backends({}).gemm == GemmBackend::kAuto);
   run(1, {"--train.steps=2", "--kernels.attention=cudnn", "--kernels.gemm=cublaslt"});
-  CHECK(attention_backend() == AttentionBackend::kCudnn);
-  CHECK(gemm_backend() == GemmBackend::kCublasLt);
-  run(1, {"--train.steps=2", "--kernels.attention=auto", "--kernels.gemm=own"});
-  CHECK(attention_backend() == AttentionBackend::kAuto);
-  CHECK(gemm_backend() == GemmBackend::kOwn);
-  run(1, {"--train.steps=2"});
   CHECK(attention_backend() == AttentionBackend::kOwn);
   CHECK(gemm_backend() == GemmBackend::kAuto);
 }

@@ -24,15 +24,16 @@ namespace {
 using Values = std::vector<std::vector<double>>;
 
 /// Runs `f`, which makes its inputs and reads its results, on a device.
-Values run_on(DeviceType device, const std::function<Values()>& f) {
-  const auto context =
-      std::make_shared<Context>(ContextOptions{.device = {device, 0}, .num_threads = 1});
+Values run_on(DeviceType device, const std::function<Values()>& f, const Backends& backends = {}) {
+  const auto context = std::make_shared<Context>(
+      ContextOptions{.device = {device, 0}, .num_threads = 1, .backends = backends});
   const Context::Scope scope(context);
   return f();
 }
 
-void check_on_device(const std::function<Values()>& f, const Values& expected, double tolerance) {
-  const Values actual = run_on(DeviceType::kCuda, f);
+void check_on_device(const std::function<Values()>& f, const Values& expected, double tolerance,
+                     const Backends& backends = {}) {
+  const Values actual = run_on(DeviceType::kCuda, f, backends);
   REQUIRE(actual.size() == expected.size());
   for (size_t i = 0; i < actual.size(); ++i) {
     check_close(actual[i], expected[i], tolerance, fmt::format("result {}", i));
@@ -77,10 +78,8 @@ TEST_CASE("device: products by each backend are those of the CPU", "[cuda]") {
         }
         INFO(fmt::format("{} [{}, {}, {}], backend {}", dtype, rows, n, k,
                          backend == GemmBackend::kOwn ? "own" : "cublaslt"));
-        set_gemm_backend(backend);
-        check_on_device(run, expected, tol(dtype, 2 * rows * k));
+        check_on_device(run, expected, tol(dtype, 2 * rows * k), {.gemm = backend});
       }
-      set_gemm_backend(GemmBackend::kAuto);
     }
   }
 }
@@ -109,10 +108,8 @@ TEST_CASE("device: attention by each backend is that of the CPU", "[cuda]") {
       }
       for (const AttentionBackend backend : {AttentionBackend::kCudnn, AttentionBackend::kAuto}) {
         INFO("backend " << static_cast<int>(backend));
-        set_attention_backend(backend);
-        check_on_device(run, expected, 2 * tol(dtype, 4 * 67));
+        check_on_device(run, expected, 2 * tol(dtype, 4 * 67), {.attention = backend});
       }
-      set_attention_backend(AttentionBackend::kOwn);
 #endif
     }
   }

@@ -404,11 +404,12 @@ TEST_CASE("offload: reproducible mode keeps gradient shards on the device and th
 TEST_CASE("offload: names and ranges are checked", "[fsdp]") {
   for (const Offload offload :
        {Offload::kNone, Offload::kOptimizer, Offload::kParamsAndOptimizer}) {
-    CHECK(dist::offload_from_name(name_of(offload)) == offload);
+    CHECK(enum_from_name<dist::Offload>(name_of(offload), "offload") == offload);
   }
-  CHECK_THROWS_WITH(dist::offload_from_name("cpu"),
-                    Catch::Contains("fsdp.offload: \"cpu\" is not one of none, optimizer, "
-                                    "params_and_optimizer"));
+  CHECK_THROWS_WITH(
+      enum_from_name<dist::Offload>("cpu", "offload"),
+      Catch::Contains("offload: unknown name \"cpu\", expected one of none, optimizer, "
+                      "params_and_optimizer"));
   FsdpRun run;
   run.fsdp.offload_window = 100;
   CHECK_THROWS_WITH(

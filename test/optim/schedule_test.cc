@@ -6,7 +6,6 @@ namespace tessera {
 namespace {
 
 using optim::Schedule;
-using optim::schedule_from_name;
 using optim::ScheduleKind;
 using optim::ScheduleOptions;
 using testing::error_of;
@@ -80,8 +79,9 @@ TEST_CASE("schedule: runs that leave no room", "[optim]") {
 }
 
 TEST_CASE("schedule: names and mistakes", "[optim]") {
-  for (const ScheduleKind kind : kKinds) CHECK(schedule_from_name(name_of(kind)) == kind);
-  CHECK(error_of([] { schedule_from_name("cosin"); }) ==
+  for (const ScheduleKind kind : kKinds)
+    CHECK(enum_from_name<ScheduleKind>(name_of(kind), "schedule") == kind);
+  CHECK(error_of([] { enum_from_name<ScheduleKind>("cosin", "schedule"); }) ==
         "schedule: unknown name \"cosin\", expected one of constant, linear, cosine, wsd");
   const auto has = [](auto change, const std::string& part) {
     ScheduleOptions options;

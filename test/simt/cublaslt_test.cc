@@ -44,9 +44,12 @@ class BackendGuard {
 using Values = std::vector<std::vector<double>>;
 
 /// Runs `f`, which makes its inputs and reads its results, on a device of its own.
-Values run_on(DeviceType device, const std::function<Values()>& f) {
-  const auto context = std::make_shared<Context>(
-      ContextOptions{.device = {device, 0}, .num_threads = 1, .poison = true, .order_check = true});
+Values run_on(DeviceType device, const std::function<Values()>& f, const Backends& backends = {}) {
+  const auto context = std::make_shared<Context>(ContextOptions{.device = {device, 0},
+                                                                .num_threads = 1,
+                                                                .poison = true,
+                                                                .order_check = true,
+                                                                .backends = backends});
   const Context::Scope scope(context);
   const Values values = f();
   context->compute().synchronize();
@@ -55,12 +58,11 @@ Values run_on(DeviceType device, const std::function<Values()>& f) {
 }
 
 /// The results of `f` on the device, by each backend, are those of the CPU.
-void check_on_device(const std::function<Values()>& f, double tolerance) {
+void check_on_device(const std::function<Values()>& f, double tolerance, bool tf32 = false) {
   const Values expected = run_on(DeviceType::kCpu, f);
   for (const auto backend : {GemmBackend::kAuto, GemmBackend::kCublasLt, GemmBackend::kOwn}) {
     INFO("backend " << static_cast<int>(backend));
-    const BackendGuard guard(backend);
-    const Values actual = run_on(DeviceType::kCuda, f);
+    const Values actual = run_on(DeviceType::kCuda, f, {.gemm = backend, .gemm_tf32 = tf32});
     REQUIRE(actual.size() == expected.size());
     for (size_t i = 0; i < actual.size(); ++i) {
       check_close(actual[i], expected[i], tolerance, fmt::format("result {}", i));
@@ -286,15 +288,52 @@ TEST_CASE("simt cublaslt: more shapes than are kept", "[matmul][cuda][simt]") {
 
 TEST_CASE("simt cublaslt: TF32 is off until it is asked for", "[matmul][cuda][simt]") {
   CHECK(!gemm_tf32());
-  set_gemm_tf32(true);
-  CHECK(gemm_tf32());
   check_on_device(
       [] {
+        CHECK(gemm_tf32() == (Context::current()->device().type == DeviceType::kCuda));
         const Tensor a = leaf({8, 16}, kF32, 1), b = leaf({16, 8}, kF32, 2);
         return forward_and_twice_backward([&] { return matmul(a, b); }, {a, b});
       },
-      tol(kF32, 16));
-  set_gemm_tf32(false);
+      tol(kF32, 16), /*tf32=*/true);
+  CHECK(!gemm_tf32());
+}
+
+/// A linear layer on a device of its own; `step` gives its outputs and gradients so far.
+class Layer {
+ public:
+  explicit Layer(GemmBackend gemm)
+      : context_(std::make_shared<Context>(ContextOptions{
+            .device = {DeviceType::kCuda, 0}, .num_threads = 1, .backends = {.gemm = gemm}})) {
+    const Context::Scope scope(context_);
+    w_ = leaf({24, 512}, kF32, 2);
+  }
+  Values step(uint64_t seed) {
+    const Context::Scope scope(context_);
+    const Tensor x = randn({16, 512}, kF32, seed);
+    const Tensor y = linear(x, w_, {});
+    backward(y, randn(y.shape(), kF32, seed + 1));
+    return {y.to_vector(), w_.grad().to_vector()};
+  }
+
+ private:
+  std::shared_ptr<Context> context_;
+  Tensor w_;
+};
+
+TEST_CASE("simt products: two models with different backends, interleaved, give the bits of each",
+          "[matmul][cuda][simt]") {
+  const auto alone = [](GemmBackend gemm) {
+    Layer layer(gemm);
+    return std::vector<Values>{layer.step(5), layer.step(7), layer.step(9)};
+  };
+  const auto own = alone(GemmBackend::kOwn), library = alone(GemmBackend::kCublasLt);
+  CHECK(own != library);  // they add in other orders
+  Layer first(GemmBackend::kOwn), second(GemmBackend::kCublasLt);
+  for (size_t i = 0; i < own.size(); ++i) {
+    CHECK(first.step(5 + 2 * i) == own[i]);
+    CHECK(second.step(5 + 2 * i) == library[i]);
+  }
+  CHECK(simt::take_mistakes().empty());
 }
 
 }  // namespace

@@ -1,7 +1,9 @@
-#include "apps/config_effects.h"
+#include "apps/config_table.h"
 
 #include <algorithm>
+#include <map>
 #include <set>
+#include <sstream>
 
 #include "test/testing.h"
 
@@ -105,7 +107,7 @@ bool names(const std::vector<std::string>& lines, const std::string& key) {
 
 }  // namespace
 
-TEST_CASE("config_effects: each key is named where it does nothing, and only there", "[config]") {
+TEST_CASE("config_table: each key is named where it does nothing, and only there", "[config]") {
   for (const Example& e : examples()) {
     CAPTURE(e.key);
     const std::string given = "--" + e.key + "=" + e.value;
@@ -120,21 +122,43 @@ TEST_CASE("config_effects: each key is named where it does nothing, and only the
   CHECK(names(idle(threads, /*is_cuda=*/true), "train.pin_threads"));
 }
 
-TEST_CASE("config_effects: all keys are walked: each condition has an example and is of a key",
-          "[config]") {
-  std::set<std::string> with_example, conditional, all;
+TEST_CASE("config_table: each condition of a key has an example", "[config]") {
+  std::set<std::string> with_example, conditional;
   for (const Example& e : examples()) with_example.insert(e.key);
-  for (const KeyCondition& c : key_conditions()) conditional.emplace(c.key);
-  CHECK(with_example == conditional);
   Config config;
-  for (const Field& field : config_fields(config)) all.emplace(field.key);
-  for (const std::string& key : conditional) {
-    CAPTURE(key);
-    CHECK(all.contains(key));
+  for (const Field& field : config_fields(config)) {
+    if (!field.condition.empty()) conditional.emplace(field.key);
   }
+  CHECK(with_example == conditional);
 }
 
-TEST_CASE("config_effects: one line names the key, its value and what it needs", "[config]") {
+TEST_CASE("config_table: a key and a name of another trainer stand in one row", "[config]") {
+  Config config;
+  std::set<std::string> keys, others;
+  for (const Field& field : config_fields(config)) {
+    CAPTURE(field.key);
+    CHECK(keys.emplace(field.key).second);
+    std::istringstream names{std::string(field.other_names)};
+    for (std::string name; names >> name;) CHECK(others.insert(name).second);
+  }
+  CHECK(others.size() > 50);
+}
+
+TEST_CASE("config_table: every row says what another value means to a resume", "[config]") {
+  Config config;
+  std::map<ResumeKind, int> count;
+  for (const Field& field : config_fields(config)) {
+    CAPTURE(field.key);
+    REQUIRE(field.resume.has_value());
+    ++count[*field.resume];
+    const bool is_free = field.key.starts_with("debug.") || field.key.starts_with("fsdp.");
+    if (is_free) CHECK(*field.resume == ResumeKind::kFree);
+    if (field.key.starts_with("optim.")) CHECK(*field.resume != ResumeKind::kFree);
+  }
+  CHECK(count.size() == 3);
+}
+
+TEST_CASE("config_table: one line names the key, its value and what it needs", "[config]") {
   CHECK(idle({"--optim.momentum=0.9", "--fsdp.wrap_every=3"}) ==
         std::vector<std::string>{"optim.momentum = 0.9 (needs optim.name = sgd)",
                                  "fsdp.wrap_every = 3 (needs fsdp.wrap = every_n_blocks)"});

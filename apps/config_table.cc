@@ -1,0 +1,551 @@
+#include "apps/config_table.h"
+
+#include <array>
+
+#include "core/runtime/allocator.h"
+
+namespace tessera::apps {
+namespace {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr Range kF32Positive{1e-30, 1e30};  // becomes an f32, neither 0 nor infinity
+
+/// Bytes as "2GiB", with the largest unit that divides them; 0 as "none".
+std::string nbytes_text(int64_t nbytes) {
+  if (nbytes == 0) return "none";
+  for (const auto& [unit, shift] : {std::pair{"TiB", 40}, {"GiB", 30}, {"MiB", 20}, {"KiB", 10}}) {
+    if (nbytes % (int64_t{1} << shift) == 0) return fmt::format("{}{}", nbytes >> shift, unit);
+  }
+  return fmt::format("{}", nbytes);
+}
+
+Field& add_nbytes(ConfigTable& t, std::string_view key, int64_t& nbytes, std::string_view doc) {
+  return t.add_text(
+      key, {}, [&nbytes] { return nbytes_text(nbytes); },
+      [&nbytes](const std::string& text) { nbytes = parse_nbytes(text); }, doc);
+}
+
+using Reshard = std::optional<std::variant<bool, int>>;
+
+std::string reshard_text(const Reshard& reshard) {
+  if (!reshard) return "auto";
+  return std::visit([](auto value) { return fmt::format("{}", value); }, *reshard);
+}
+
+Reshard reshard_from_text(const std::string& text) {
+  if (text == "auto") return std::nullopt;
+  if (text == "true" || text == "false") return text == "true";
+  return std::stoi(text);
+}
+
+void add_general(ConfigTable& t, Config& c) {
+  t.add("device", c.device, {"auto", "cpu", "cuda"},
+        "device that computes; auto: cuda if there is one, else cpu");
+}
+
+void add_model(ConfigTable& t, Config& c) {
+  ModelConfig& m = c.model;
+  const bool is_llama = m.kind == "llama";
+  const bool is_llama3 = is_llama && m.rope.scaling == RopeScaling::kLlama3;
+  t.add("model.from", m.from,
+        "fine-tune: directory with config.json and model.safetensors of Hugging Face's "
+        "transformers, which sets all model keys (model.context may be shorter)")
+      .on_resume(ResumeKind::kFree)
+      .not_stored()
+      .also("model_name_or_path pretrained_model_name_or_path init_from");
+  t.add("model.ignore_keys", m.ignore_keys,
+        "keys of model.from's config.json, separated by commas, of which nothing is known here and "
+        "that change no numbers: no warning")
+      .on_resume(ResumeKind::kFree)
+      .not_stored();
+  t.add("model.source", m.source,
+        "directory from which an export takes the tokenizer's files; set by model.from");
+  t.add("model.frozen", m.frozen,
+        "parameters that are not trained, such as \"embed.*,blocks.0.*\": names, * for any "
+        "characters, separated by commas");
+  t.add("model.kind", m.kind, {"gpt2", "llama", "bloom"}, "model architecture");
+  t.add("model.layers", m.layers, {1, 10000}, "number of transformer blocks")
+      .also("num_hidden_layers n_layer");
+  t.add("model.heads", m.heads, {1, 4096}, "attention heads of a block")
+      .also("num_attention_heads n_head");
+  t.add("model.kv_heads", m.kv_heads, {0, 4096},
+        "key/value heads of a block (grouped-query attention); 0: as many as model.heads")
+      .also("num_key_value_heads");
+  t.add("model.head_width", m.head_width, {0, 65536},
+        "llama: width of an attention head; 0: model.width / model.heads")
+      .also("head_dim");
+  t.add("model.width", m.width, {1, 1048576}, "width of the hidden states")
+      .also("hidden_size dim n_embd");
+  t.add("model.ffn", m.ffn, {0, 16777216},
+        "hidden width of the MLP; 0: 4 x model.width (gpt2, bloom), 8/3 x model.width rounded "
+        "up to a multiple of 64 (llama)")
+      .also("intermediate_size");
+  t.add("model.context", m.context, {1, 16777216},
+        "sequence length of a training sample, in tokens")
+      .also("max_seq_length seq_len block_size");
+  t.add("model.max_positions", m.max_positions, {0, 16777216},
+        "positions that the model can tell apart (position embeddings of gpt2, the limit in "
+        "exports); 0: model.context; set by model.from")
+      .on_resume(ResumeKind::kFree)
+      .also("max_position_embeddings");
+  t.add("model.vocab", m.vocab, {0, 2147483647}, "vocabulary size; 0: that of the tokenizer")
+      .also("vocab_size");
+  t.add("model.tied", m.tied, "output head shares the weight of the token embedding")
+      .also("tie_word_embeddings weight_tying");
+  t.add("model.bias", m.bias, "gpt2: biases in linear and norm layers")
+      .needs(!is_llama, "model.kind = gpt2");
+  t.add("model.qkv_bias", m.qkv_bias,
+        "llama: biases of the query, key and value projections (Qwen2)");
+  t.add("model.qk_norm", m.qk_norm, "llama: RMS norms of queries and keys (Qwen3)");
+  t.add("model.gelu", m.gelu, "gpt2: tanh approximation of GELU, or the exact function")
+      .needs(!is_llama, "model.kind = gpt2");
+  t.add("model.rope_theta", m.rope.theta, kF32Positive,
+        "llama: base of the rotary position frequencies")
+      .needs(is_llama, "model.kind = llama");
+  t.add("model.rope_scaling", m.rope.scaling,
+        "llama: scaling of the rotary frequencies for a longer context")
+      .needs(is_llama, "model.kind = llama");
+  t.add("model.rope_factor", m.rope.factor, kF32Positive,
+        "rope_scaling linear, llama3: factor by which rotary frequencies are divided")
+      .needs(is_llama && m.rope.scaling != RopeScaling::kNone,
+             "model.kind = llama and model.rope_scaling = linear or llama3");
+  t.add("model.rope_low_freq_factor", m.rope.low_freq_factor, kF32Positive,
+        "rope_scaling llama3: low_freq_factor of transformers' config.json")
+      .needs(is_llama3, "model.kind = llama and model.rope_scaling = llama3");
+  t.add("model.rope_high_freq_factor", m.rope.high_freq_factor, kF32Positive,
+        "rope_scaling llama3: high_freq_factor of transformers' config.json")
+      .needs(is_llama3, "model.kind = llama and model.rope_scaling = llama3");
+  t.add("model.rope_original_context", m.rope.original_max_position, at_least(1),
+        "rope_scaling llama3: context length before scaling, in tokens")
+      .needs(is_llama3, "model.kind = llama and model.rope_scaling = llama3");
+  t.add("model.norm_eps", m.norm_eps, kF32Positive, "epsilon of LayerNorm and RMSNorm")
+      .also("rms_norm_eps");
+  t.add("model.bos_ids", m.bos_ids,
+        "token ids that begin a text, such as 1 or 1,7, for config.json of exports; set by "
+        "model.from")
+      .on_resume(ResumeKind::kFree);
+  t.add("model.eos_ids", m.eos_ids,
+        "token ids that end a text, such as 2 or 2,7, for config.json of exports; set by "
+        "model.from")
+      .on_resume(ResumeKind::kFree);
+  t.add("model.pad_ids", m.pad_ids,
+        "token ids of padding, such as 0, for config.json of exports; set by model.from")
+      .on_resume(ResumeKind::kFree);
+  t.add("model.dropout", m.dropout, kFraction, "gpt2, bloom: dropout probability")
+      .on_resume(ResumeKind::kSchedule);
+}
+
+void add_data(ConfigTable& t, Config& c) {
+  DataConfig& d = c.data;
+  t.add("data.text", d.text, "text file to train on").also("train_file dataset dataset_name");
+  t.add("data.tokens", d.tokens,
+        "token shards to train on (.bin format of llm.c), a path or a glob such as "
+        "'data/train_*.bin'");
+  t.add("data.val_tokens", d.val_tokens,
+        "token shards for validation, a glob; empty: a part of data.tokens (data.val_fraction)");
+  t.add("data.tokenizer", d.tokenizer, {"byte", "char"},
+        "tokens of data.text: bytes, or the characters that occur in it")
+      .needs(!d.text.empty(), "data.text");
+  t.add("data.val_fraction", d.val_fraction, kFraction,
+        "fraction of the data kept back for validation")
+      .needs(d.val_tokens.empty(), "no data.val_tokens");
+  t.add("data.val_split", d.val_split,
+        "validation data: the end of the data, or the end of each of many pieces of it")
+      .needs(d.val_tokens.empty() && d.val_fraction > 0,
+             "data.val_fraction > 0 and no data.val_tokens");
+  t.add("data.separator", d.separator, {-1, 2147483647},
+        "token id that ends a document and begins the next: attention stays inside a "
+        "document; -1: no separator")
+      .on_resume(ResumeKind::kIdentity);
+  t.add("data.restart_positions", d.restart_positions, "positions restart at 0 with each document")
+      .on_resume(ResumeKind::kIdentity)
+      .needs(c.model.kind != "bloom", "model.kind = llama or gpt2; ALiBi has no positions");
+}
+
+void add_train(ConfigTable& t, Config& c, bool is_cuda) {
+  const bool has_validation = c.data.val_fraction > 0 || !c.data.val_tokens.empty();
+  t.add("train.steps", c.train.steps, at_least(1), "optimizer steps of the whole run")
+      .on_resume(ResumeKind::kSchedule)
+      .also("num_train_epochs max_steps max_iters epochs iters lr_decay_iters");
+  t.add("train.micro_batch", c.train.micro_batch, {1, 1048576},
+        "samples of a rank in one forward and backward pass")
+      .also("per_device_train_batch_size per_device_eval_batch_size local_batch_size batch_size");
+  t.add("train.grad_accum_steps", c.train.grad_accum_steps, {1, 1048576},
+        "gradient accumulation: forward and backward passes of a step")
+      .also("gradient_accumulation_steps");
+  t.add("train.global_batch", c.train.global_batch, at_least(0),
+        "samples of a step over all ranks, which sets grad_accum_steps; 0: micro_batch x "
+        "grad_accum_steps x ranks")
+      .also("train_batch_size global_batch_size");
+  t.add("train.seed", c.train.seed, at_least(0), "seed of initialization, data order and dropout");
+  t.add("train.eval_every", c.train.eval_every, at_least(0),
+        "steps from one evaluation to the next; 0: only after the last step")
+      .needs(has_validation, "data.val_fraction > 0 or data.val_tokens")
+      .also("eval_steps eval_interval");
+  t.add("train.eval_batches", c.train.eval_batches, at_least(0),
+        "micro-batches in one evaluation, over all ranks; 0: the whole validation split")
+      .needs(has_validation, "data.val_fraction > 0 or data.val_tokens")
+      .also("eval_iters");
+  t.add("train.log_every", c.train.log_every, at_least(1),
+        "steps from one printed line to the next")
+      .also("logging_steps log_freq log_interval");
+  t.add("train.threads", c.runtime.num_threads, {0, 4096},
+        "CPU threads of a rank; 0: allowed processors / ranks of the node")
+      .of_one_rank();
+  t.add("train.pin_threads", c.train.pin_threads,
+        "binds each CPU thread to a processor of its own, where train.threads is 0")
+      .of_one_rank()
+      .needs(c.runtime.num_threads == 0 && !is_cuda, "train.threads = 0 and device = cpu");
+  t.add("train.reproducible", c.fsdp.options.reproducible,
+        "bitwise the same results on any power of two of ranks with the same micro_batch and "
+        "global_batch");
+  t.add("train.max_minutes", c.train.max_minutes, kNotNegative,
+        "wall-clock minutes after which the run ends in good order; 0: no limit");
+}
+
+void add_sample(ConfigTable& t, Config& c) {
+  SampleConfig& s = c.sample;
+  const bool is_on = s.options.num_tokens > 0;
+  const bool is_random = is_on && s.options.sampling.temperature > 0;
+  t.add("sample.tokens", s.options.num_tokens, at_least(0),
+        "tokens to generate from sample.prompt after training; 0: none");
+  t.add("sample.prompt", s.prompt, "text that the sample continues")
+      .needs(is_on, "sample.tokens > 0");
+  t.add("sample.temperature", s.options.sampling.temperature, kNotNegative,
+        "sampling temperature; 0: greedy, the likeliest token")
+      .needs(is_on, "sample.tokens > 0");
+  t.add("sample.top_k", s.options.sampling.top_k, at_least(0),
+        "top-k sampling: draws from the k likeliest tokens; 0: from all")
+      .needs(is_random, "sample.tokens > 0 and sample.temperature > 0");
+  t.add("sample.top_p", s.options.sampling.top_p, {0, 1, true, false},
+        "nucleus sampling: draws from the likeliest tokens with this total probability")
+      .needs(is_random, "sample.tokens > 0 and sample.temperature > 0");
+}
+
+void add_optim(ConfigTable& t, Config& c) {
+  using Kind = optim::ScheduleKind;
+  OptimConfig& o = c.optim;
+  const Kind kind = o.schedule.kind;
+  const bool is_adamw = o.name == OptimizerName::kAdamW;
+  const int64_t steps_to_decay = c.train.steps - o.schedule.warmup_steps;
+  t.add("optim.name", o.name, "optimizer").on_resume(ResumeKind::kIdentity).also("optimizer");
+  t.add("optim.lr", o.schedule.peak_lr, kNotNegative,
+        "peak learning rate; not given with model.from: 1e-5")
+      .also("learning_rate");
+  t.add("optim.final_lr", o.schedule.final_lr, kNotNegative,
+        "learning rate at the last step, absolute; not given: a tenth of optim.lr")
+      .needs(kind != Kind::kConstant, "optim.schedule = linear, cosine or wsd")
+      .also("min_lr_factor min_lr");
+  t.add("optim.warmup_steps", o.schedule.warmup_steps, at_least(0),
+        "steps of the linear warm-up from 0 to optim.lr")
+      .needs(o.schedule.warmup_steps <= c.train.steps,
+             "at least as many train.steps, else optim.lr is never reached")
+      .also("warmup_ratio warmup_iters");
+  t.add("optim.decay_steps", o.schedule.decay_steps, at_least(0),
+        "schedule wsd: steps of the decay at the end; 0: a fifth of train.steps")
+      .needs(kind == Kind::kWsd && o.schedule.decay_steps <= steps_to_decay,
+             "optim.schedule = wsd and at least as many steps after the warm-up")
+      .also("decay_ratio");
+  t.add("optim.schedule", o.schedule.kind, "learning rate schedule after the warm-up")
+      .needs(steps_to_decay > 0 || kind == Kind::kConstant, "train.steps > optim.warmup_steps")
+      .also("lr_scheduler_type");
+  t.add("optim.beta1", o.adamw.beta1, kFraction, "adamw: decay rate of the first moment")
+      .needs(is_adamw, "optim.name = adamw")
+      .also("adam_beta1");
+  t.add("optim.beta2", o.adamw.beta2, kFraction, "adamw: decay rate of the second moment")
+      .needs(is_adamw, "optim.name = adamw")
+      .also("adam_beta2");
+  t.add("optim.eps", o.adamw.eps, kPositive, "adamw: epsilon")
+      .needs(is_adamw, "optim.name = adamw")
+      .also("adam_epsilon epsilon");
+  t.add("optim.momentum", o.sgd.momentum, kFraction, "sgd: momentum")
+      .needs(!is_adamw, "optim.name = sgd");
+  t.add("optim.nesterov", o.sgd.nesterov, "sgd: Nesterov momentum")
+      .needs(!is_adamw && o.sgd.momentum > 0, "optim.name = sgd and optim.momentum > 0");
+  t.add("optim.weight_decay", o.adamw.weight_decay, kNotNegative,
+        "decoupled weight decay of matrices (not of norms and biases)");
+  t.add("optim.stochastic_rounding", c.optim.stochastic_rounding,
+        "adamw: stochastic rounding of bf16 and f16 parameters, so that they follow the f32 "
+        "masters on average");
+  t.add("optim.clip", c.optim.clip, kNotNegative,
+        "gradient clipping: largest norm of all gradients; 0: no clipping")
+      .also("max_grad_norm max_norm grad_clip");
+  t.add("optim.clip_p", c.optim.clip_p, {1, kInfinity},
+        "p of the p-norm of gradients for clipping and the log; inf: the largest magnitude");
+}
+
+void add_fsdp(ConfigTable& t, Config& c) {
+  dist::FsdpOptions& o = c.fsdp.options;
+  const bool shards_parameters = o.strategy != dist::Strategy::kNoShard;
+  t.add("fsdp.strategy", o.strategy,
+        "sharding strategy: what of parameters, gradients and optimizer states is sharded "
+        "over ranks")
+      .also("zero_stage sharding_strategy");
+  t.add("fsdp.shard_size", o.shard_size, {0, 1048576},
+        "hybrid strategies: ranks in a shard group; 0: the ranks of a node")
+      .needs(is_hybrid(o.strategy), "fsdp.strategy = hybrid_shard or hybrid_shard_zero2")
+      .also("data_parallel_shard_degree");
+  t.add("fsdp.wrap", c.fsdp.wrap,
+        "wrap policy: the modules whose parameters form a unit, gathered together")
+      .also("auto_wrap_policy");
+  t.add("fsdp.wrap_every", c.fsdp.wrap_every, {1, 10000}, "wrap every_n_blocks: blocks in a unit")
+      .needs(c.fsdp.wrap == Wrap::kEveryNBlocks, "fsdp.wrap = every_n_blocks");
+  t.add("fsdp.min_num_params", c.fsdp.min_num_params, at_least(1),
+        "wrap min_num_params: parameters from which a module is a unit")
+      .needs(c.fsdp.wrap == Wrap::kMinNumParams, "fsdp.wrap = min_num_params");
+  t.add("fsdp.sync_every_micro_batch", o.sync_every_micro_batch, "auto",
+        "gradient reduction in accumulation: true: over all ranks after each pass; shard: "
+        "inside shard groups; false: after the last pass only; auto: by the strategy");
+  t.add_text(
+       "fsdp.reshard_after_forward",
+       {"auto", "true", "false", "2", "3", "4", "6", "8", "12", "16", "32", "64"},
+       [&o] { return reshard_text(o.reshard_after_forward); },
+       [&o](const std::string& text) { o.reshard_after_forward = reshard_from_text(text); },
+       "freeing of gathered parameters after forward; true, false: as the strategy says; g: "
+       "keep 1/g of each unit and gather it from g ranks in backward")
+      .also("fsdp_reshard_after_forward");
+  t.add("fsdp.prefetch_forward", o.prefetch_forward, {0, 1024},
+        "units that are gathered ahead of the one that computes, in forward")
+      .needs(shards_parameters, "a strategy that shards parameters");
+  t.add("fsdp.prefetch_backward", o.prefetch_backward, {0, 1024},
+        "units that are gathered ahead of the one that computes, in backward")
+      .needs(shards_parameters, "a strategy that shards parameters");
+  t.add("fsdp.offload", o.offload,
+        "shards kept in host memory: optimizer states and masters, or parameters and "
+        "gradients too")
+      .also("enable_cpu_offload");
+  t.add("fsdp.communicators", o.communicators, {1, 2},
+        "communicators of a rank; 2: all-gather and reduce-scatter overlap; 1: one after the "
+        "other");
+  t.add("fsdp.wire_dtype", o.precision.wire_dtype, "same",
+        "dtype of gradients on the wire, which are summed in f32; same: "
+        "precision.reduce_dtype");
+  t.add("fsdp.ignored", c.fsdp.ignored,
+        "parameters that every rank keeps whole and nobody trains, such as \"embed.*\": "
+        "names, * for any characters, separated by commas");
+}
+
+void add_precision(ConfigTable& t, Config& c) {
+  using dist::LossScaling;
+  PrecisionConfig& p = c.precision;
+  dist::PrecisionOptions& o = c.fsdp.options.precision;
+  const bool is_low = p.param_dtype != kF32;
+  t.add("precision.param_dtype", p.param_dtype, "auto",
+        "dtype of gathered parameters and activations (masters are f32); auto: bf16 on cuda, "
+        "f32 on cpu, on a resume that of the checkpoint")
+      .also("bf16 fp16 mixed_precision_param dtype");
+  t.add("precision.reduce_dtype", o.reduce_dtype, "dtype of gradients that are reduced over ranks")
+      .also("mixed_precision_reduce");
+  t.add("precision.output_dtype", o.output_dtype, "same",
+        "dtype of the model's outputs (losses stay f32); same: as computed");
+  t.add("precision.buffer_dtype", o.buffer_dtype, "same",
+        "bloom: dtype to which the ALiBi slopes are rounded; same: f32")
+      .needs(c.model.kind == "bloom", "model.kind = bloom");
+  t.add("precision.cast_forward_inputs", o.cast_forward_inputs,
+        "casts the floating-point inputs of a unit to param_dtype")
+      .needs(is_low, "precision.param_dtype = bf16 or f16");
+  t.add("precision.norm_fp32", o.norm_fp32, "norm parameters stay f32 beside bf16 and f16")
+      .needs(is_low, "precision.param_dtype = bf16 or f16");
+  t.add("precision.loss_scale", p.loss_scale, "auto",
+        "loss scaling, which keeps small gradients in range; steps that overflow are skipped; "
+        "auto: dynamic for f16");
+  t.add("precision.loss_scale_init", p.scaler.init, {0, 16777216, true, false},
+        "loss scale at the start, best a power of two")
+      .needs(loss_scaling(p) != LossScaling::kNone,
+             "precision.loss_scale = static or dynamic, or precision.param_dtype = f16");
+  t.add("precision.loss_scale_interval", p.scaler.rule.interval, at_least(1),
+        "loss_scale dynamic: finite steps until the scale doubles")
+      .needs(loss_scaling(p) == LossScaling::kDynamic,
+             "precision.loss_scale = dynamic, or precision.param_dtype = f16");
+}
+
+void add_memory(ConfigTable& t, Config& c) {
+  t.add("recompute.policy", c.recompute.kind,
+        "activation recompute (checkpointing): blocks whose activations are computed again in "
+        "backward; selective: only norms and activation functions, of all blocks")
+      .also("gradient_checkpointing activation_checkpoint");
+  t.add("recompute.every_n", c.recompute.every, at_least(1),
+        "policy every_n: every n-th block is recomputed")
+      .needs(c.recompute.kind == nn::RecomputePolicy::Kind::kEveryN, "recompute.policy = every_n")
+      .also("selective_ac_option");
+
+  add_nbytes(t, "memory.limit", c.runtime.memory_limit,
+             "device memory that a rank may allocate, such as \"2GiB\"; none: no limit")
+      .of_one_rank();
+  add_nbytes(t, "memory.split", c.runtime.memory_split,
+             "allocator: smallest remainder for which a cached block is split, else it is used "
+             "whole: more leaves fewer fragments and wastes more inside blocks");
+  t.add("memory.empty_cache_every", c.memory.empty_cache_every, at_least(0),
+        "steps after which cached memory is returned to the system, which waits for the "
+        "device; 0: never");
+}
+
+void add_output(ConfigTable& t, Config& c) {
+  t.add("output.dir", c.output.dir, "directory for metrics, status, configuration and model")
+      .one_line()
+      .also("output_dir dump_folder out_dir");
+  t.add("output.overwrite", c.output.overwrite,
+        "starts anew although a run is in output.dir, whose model, metrics and checkpoints "
+        "are then removed; not stored")
+      .not_stored()
+      .also("overwrite_output_dir");
+  t.add("output.peak_tflops", c.output.peak_tflops, kNotNegative,
+        "peak TFLOP/s of one rank's device, for MFU in the log; 0: no MFU")
+      .of_one_rank();
+}
+
+void add_checkpoint(ConfigTable& t, Config& c) {
+  CheckpointConfig& k = c.checkpoint;
+  t.add("checkpoint.every", k.every, at_least(0),
+        "steps from one checkpoint to the next; 0: none by steps")
+      .also("save_steps save_interval");
+  t.add("checkpoint.every_minutes", k.every_minutes, kNotNegative,
+        "wall-clock minutes after a checkpoint until the next, if none came by steps; 0: none "
+        "by time");
+  t.add("checkpoint.last", k.last, "saves a checkpoint after the last step");
+  t.add("checkpoint.keep", k.keep, at_least(1), "number of newest checkpoints that are kept")
+      .also("save_total_limit keep_latest_k");
+  t.add("checkpoint.best", k.best,
+        "keeps the checkpoint with the lowest validation loss and, with checkpoint.every, "
+        "saves after each evaluation that is the best so far");
+  t.add("checkpoint.dir", k.dir, "directory for checkpoints; empty: output.dir").one_line();
+  t.add("checkpoint.on_error", k.on_error,
+        "a checkpoint that cannot be written: warn and go on, or stop the run");
+  t.add("checkpoint.max_errors", k.max_errors, at_least(0),
+        "on_error warn: failed checkpoints in a row that end the run; 0: no limit")
+      .needs(k.on_error == OnError::kWarn, "checkpoint.on_error = warn");
+  t.add("checkpoint.resume", k.resume,
+        "(also --resume) none; auto: from the newest whole checkpoint, or, without one, from that "
+        "which the run there began with, else from the start; or the path of a checkpoint")
+      .one_line()
+      .expects("auto, none or the path of a checkpoint")
+      .also("resume_from_checkpoint");
+  t.add("checkpoint.resume_override", k.resume_override,
+        "(also --resume.override) resume although data, seed, batch or other settings are not "
+        "those of the checkpoint")
+      .needs(k.resume != "none", "checkpoint.resume (--resume)");
+  t.add("checkpoint.resume_skip_unreadable", k.resume_skip_unreadable,
+        "(also --resume.skip_unreadable) auto passes over checkpoints that cannot be read (of "
+        "a newer version, with a file missing) and leaves them alone, instead of ending");
+}
+
+void add_guard(ConfigTable& t, Config& c) {
+  GuardConfig& g = c.guard;
+  const bool is_on = g.spike != SpikeAction::kOff;
+  t.add("guard.max_skips", g.max_skips, at_least(0),
+        "skipped steps in a row (non-finite loss or gradient norm) before the run stops");
+  t.add("guard.spike", g.spike,
+        "a step whose loss is far above the last ones: skip changes nothing, rewind goes back "
+        "to a copy in memory and on with later data; the host waits for each step");
+  t.add("guard.spike_z", g.spike_z, kPositive,
+        "guard.spike: standard deviations above the mean from which a loss is a spike")
+      .needs(is_on, "guard.spike = skip or rewind");
+  t.add("guard.spike_window", g.spike_window, {2, 1e6},
+        "guard.spike: last losses that a loss is compared with")
+      .needs(is_on, "guard.spike = skip or rewind");
+  t.add("guard.max_spikes", g.max_spikes, at_least(0),
+        "guard.spike: spikes in a row before the run stops")
+      .needs(is_on, "guard.spike = skip or rewind");
+  t.add("guard.snapshot_every", g.snapshot_every, at_least(1),
+        "guard.spike rewind: steps from one copy of the state in memory to the next")
+      .needs(g.spike == SpikeAction::kRewind, "guard.spike = rewind");
+  t.add("guard.replica_every", g.state.replica_every, at_least(0),
+        "steps from one comparison of what replicas hold to the next; one that differs ends "
+        "the run with status 5 and is named; 0: none");
+  t.add("guard.state_checksum", g.state.checks_state,
+        "each step, checks that nothing has changed parameters and optimizer states since the "
+        "last update; takes two more passes over them");
+}
+
+void add_libraries(ConfigTable& t, Config& c, bool is_cuda) {
+  t.add("kernels.attention", c.runtime.backends.attention,
+        "attention backend on CUDA: this project's kernels (bitwise repeatable), cuDNN where "
+        "it takes the problem, or the faster of both, timed once a shape")
+      .needs(is_cuda, "device = cuda");
+  t.add("kernels.gemm", c.runtime.backends.gemm,
+        "GEMM backend on CUDA: cuBLASLt where it is installed, this project's kernel, or "
+        "cuBLASLt and an error without it")
+      .needs(is_cuda, "device = cuda");
+
+  t.add("dist.timeout", c.dist.timeout, {0.001, 1e9},
+        "seconds until a collective that is not complete counts as hung")
+      .also("ddp_timeout");
+  t.add("dist.nccl_reduce", c.dist.nccl.native_reduce_scatter, {"tree", "nccl"},
+        "gradient sums on CUDA: this project's fixed tree over ranks, or NCCL in an order of "
+        "its own")
+      .needs(is_cuda, "device = cuda");
+  t.add("dist.nccl_max_ctas", c.dist.nccl.max_ctas, {0, 64},
+        "thread blocks (CTAs) that a NCCL communicator may use at once; 0: NCCL's choice")
+      .needs(is_cuda, "device = cuda");
+  t.add("dist.single_process", c.dist.single_process,
+        "this process is meant to be alone, although a launcher that MPI does not know says "
+        "that it started several");
+}
+
+void add_debug(ConfigTable& t, Config& c) {
+  DebugConfig& d = c.debug;
+  t.add("debug.poison", c.runtime.poison, "fills freed memory with NaN");
+  t.add("debug.order_check", c.runtime.order_check,
+        "checks that events order all accesses of streams to the same memory");
+  t.add("debug.dist", d.dist, "logs each collective as it starts").of_one_rank();
+  t.add("debug.trace", d.trace,
+        "file for the timeline of all streams (Chrome trace, opens in Perfetto); FILE.1 and "
+        "so on for the ranks after the first")
+      .one_line()
+      .needs(d.trace_from <= c.train.steps, "debug.trace_from <= train.steps");
+  t.add("debug.trace_from", d.trace_from, at_least(1), "debug.trace: first step of the timeline")
+      .needs(!d.trace.empty(), "debug.trace");
+  t.add("debug.trace_steps", d.trace_steps, at_least(1), "debug.trace: steps in the timeline")
+      .needs(!d.trace.empty(), "debug.trace");
+  t.add("debug.nan_step", d.nan_step, at_least(0),
+        "fault injection: step whose loss becomes NaN; 0: none")
+      .needs(d.nan_step <= c.train.steps, "debug.nan_step <= train.steps");
+  t.add("debug.nan_rank", d.nan_rank, {0, 1048576},
+        "fault injection: rank whose loss becomes NaN at debug.nan_step")
+      .needs(d.nan_step > 0, "debug.nan_step > 0");
+  t.add("debug.flip_step", d.flip_step, at_least(0),
+        "fault injection: step before which a bit of a parameter flips; 0: none");
+  t.add("debug.flip_rank", d.flip_rank, {0, 1048576},
+        "fault injection: rank whose parameter changes at debug.flip_step");
+  t.add("debug.slow_rank", d.slow_rank, {0, 1048576},
+        "fault injection: rank that sleeps debug.slow_ms in each step");
+  t.add("debug.slow_ms", d.slow_ms, {0, 1e6},
+        "fault injection: milliseconds that debug.slow_rank sleeps in each step");
+  t.add("debug.exposed_units", d.exposed_units, at_least(0),
+        "units in each line of metrics.jsonl whose collectives compute waited for longest");
+}
+
+}  // namespace
+
+std::deque<Field> config_fields(Config& c, bool is_cuda) {
+  ConfigTable t;
+  // What another value means to a resume, of the rows since the last call that do not say it.
+  auto resume_as = [&, begin = size_t{0}](ResumeKind kind) mutable {
+    for (; begin < t.rows().size(); ++begin) {
+      Field& row = t.rows()[begin];
+      if (!row.resume) row.resume = kind;
+    }
+  };
+  add_general(t, c);
+  resume_as(ResumeKind::kFree);
+  add_model(t, c);
+  resume_as(ResumeKind::kIdentity);
+  add_data(t, c);
+  add_train(t, c, is_cuda);
+  add_sample(t, c);
+  resume_as(ResumeKind::kFree);
+  add_optim(t, c);
+  resume_as(ResumeKind::kSchedule);
+  add_fsdp(t, c);
+  add_precision(t, c);
+  add_memory(t, c);
+  add_output(t, c);
+  add_checkpoint(t, c);
+  add_guard(t, c);
+  add_libraries(t, c, is_cuda);
+  add_debug(t, c);
+  resume_as(ResumeKind::kFree);
+  return std::move(t.rows());
+}
+
+}  // namespace tessera::apps
