@@ -351,10 +351,12 @@ void add_precision(ConfigTable& t, Config& c) {
         "auto: dynamic for f16");
   t.add("precision.loss_scale_init", p.scaler.init, {0, 16777216, true, false},
         "loss scale at the start, best a power of two")
+      .field("LossScaleOptions::init")
       .needs(loss_scaling(p) != LossScaling::kNone,
              "precision.loss_scale = static or dynamic, or precision.param_dtype = f16");
   t.add("precision.loss_scale_interval", p.scaler.rule.interval, at_least(1),
         "loss_scale dynamic: finite steps until the scale doubles")
+      .field("LossScaleRule::interval")
       .needs(loss_scaling(p) == LossScaling::kDynamic,
              "precision.loss_scale = dynamic, or precision.param_dtype = f16");
 }
@@ -546,6 +548,20 @@ std::deque<Field> config_fields(Config& c, bool is_cuda) {
   add_debug(t, c);
   resume_as(ResumeKind::kFree);
   return std::move(t.rows());
+}
+
+std::string in_keys(const Config& config, const std::string& message) {
+  const size_t colons = message.find("::"), end = message.find(": ");
+  if (colons == std::string::npos || end == std::string::npos || colons > end) return message;
+  const std::string_view option = std::string_view(message).substr(0, end);
+  const std::string_view name = option.substr(colons + 2);
+  Config copy = config;
+  for (const Field& field : config_fields(copy)) {
+    const std::string_view last = field.key.substr(field.key.rfind('.') + 1);
+    if (field.option.empty() ? last != name : field.option != option) continue;
+    return fmt::format("{}: {}{}", config.origin(field.key), field.key, message.substr(end));
+  }
+  return message;
 }
 
 }  // namespace tessera::apps

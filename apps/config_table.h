@@ -27,6 +27,8 @@ struct Field : Setting {
   bool has_effect = true;             ///< with the values that the other keys have now
   std::string_view condition = {};    ///< of an effect, in words of keys; empty: it always has one
   std::string_view other_names = {};  ///< in other trainers, separated by spaces
+  /// The field in a library's messages, "LossScaleOptions::init"; empty: has the key's last name.
+  std::string_view option = {};
 
   Field& needs(bool holds, std::string_view words) {
     has_effect = holds, condition = words;
@@ -38,6 +40,7 @@ struct Field : Setting {
   /// Learned from Hugging Face's TrainingArguments, torchtitan, nanoGPT, llm.c, by the last
   /// component: who writes one of them is told the key.
   Field& also(std::string_view names) { return other_names = names, *this; }
+  Field& field(std::string_view name) { return option = name, *this; }
   Field& one_line() { return is_one_line = true, *this; }
   Field& expects(std::string_view words) { return expected = words, *this; }
 };
@@ -46,5 +49,10 @@ using ConfigTable = SettingTable<Field>;
 /// Rows that read and write `config`, in the order in which they are printed. Their conditions are
 /// those of its values now; `is_cuda`: the device that computes.
 std::deque<Field> config_fields(Config& config, bool is_cuda = false);
+
+/// A library's message about a field of its option struct, "FsdpOptions::shard_size: 3 does not
+/// divide the 4 ranks", with the place and the key: "command line: fsdp.shard_size: 3 does not ...".
+/// Any other message as it is.
+std::string in_keys(const Config& config, const std::string& message);
 
 }  // namespace tessera::apps

@@ -10,6 +10,7 @@
 
 #include "apps/agreement.h"
 #include "apps/checkpointing.h"
+#include "apps/config_table.h"
 #include "apps/loss.h"
 #include "apps/metrics.h"
 #include "apps/model_from.h"
@@ -212,7 +213,12 @@ Trainer::Trainer(const Config& config, dist::World& world, Data data, RunDir& ru
   token_check_.emplace(data_.files, std::move(check), world_);
   model_->set_recompute(config_.recompute);
   world_.control().verdict([&] { freeze_parameters(config_, *model_); });
-  fsdp_ = dist::fully_shard(*model_, world_, fsdp_options(config_, *model_));
+  try {
+    fsdp_ = dist::fully_shard(*model_, world_, fsdp_options(config_, *model_));
+  } catch (const ConfigError& error) {
+    const ConfigError in_our_terms(in_keys(config_, error.what()));
+    world_.control().verdict(&in_our_terms);  // all ranks have it
+  }
   initialize_parameters();
   optimizer_ = make_optimizer(config_, fsdp_->shards());
   schedule_.emplace(make_schedule(config_));

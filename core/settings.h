@@ -27,6 +27,17 @@
 
 namespace tessera {
 
+/// ConfigError "FsdpOptions::shard_size: 3 does not divide the 4 ranks" unless `is_right`: an option
+/// that cannot be used, in the terms of the library that takes it. An application that has a name of
+/// its own for the field can say that one.
+template <class... Args>
+void check_option(bool is_right, std::string_view field, fmt::format_string<Args...> problem,
+                  Args&&... args) {
+  if (is_right) return;
+  throw ConfigError(
+      fmt::format("{}: {}", field, fmt::format(problem, std::forward<Args>(args)...)));
+}
+
 /// Allowed numbers: from `low` to `high`, ends included unless open.
 struct Range {
   double low, high;

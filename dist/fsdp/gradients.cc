@@ -196,7 +196,7 @@ void Gradients::reduce(bool is_last, int64_t step) {
 void Gradients::begin_leaf(Group& g) {
   const int micro_batch = unit_.lanes().micro_batch;
   TESSERA_CHECK(g.leaves.num_leaves() == micro_batch,
-                "train.reproducible: unit {} has the gradients of {} backwards before that of "
+                "reproducible mode: unit {} has the gradients of {} backwards before that of "
                 "micro-batch {}, expected one a micro-batch, each after begin_micro_batch",
                 unit_.name(), g.leaves.num_leaves(), micro_batch);
   const MemoryScope scope(MemoryClass::kGradients);

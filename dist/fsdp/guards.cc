@@ -96,7 +96,7 @@ void UnshardGuard::end_hold(const Held& held) {
 NoSync::NoSync(Fsdp& fsdp) : parts_(parts_of(fsdp)), life_(parts_.life) {
   life_->check("NoSync");
   TESSERA_CHECK_AS(ConfigError, !parts_.policy.is_reproducible(),
-                   "no_sync: not with train.reproducible, which reduces every micro-batch");
+                   "no_sync: not in reproducible mode, which reduces every micro-batch");
   ++parts_.order.accumulation.num_no_sync;
   ++life_->num_guards;
 }

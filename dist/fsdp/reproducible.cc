@@ -2,24 +2,22 @@
 
 #include <bit>
 
+#include "core/settings.h"
 #include "dist/fsdp/flat_bytes.h"
 
 namespace tessera::dist {
 
 void check_reproducible(const FsdpOptions& options, int world_size) {
-  TESSERA_CHECK_AS(
-      ConfigError,
+  constexpr const char* kField = "FsdpOptions::reproducible";
+  check_option(
       std::has_single_bit(static_cast<unsigned>(world_size)) && world_size <= kReproducibleChunks,
-      "train.reproducible: {} ranks, expected a power of two up to {}", world_size,
-      kReproducibleChunks);
-  TESSERA_CHECK_AS(ConfigError, options.strategy != Strategy::kShardOptim,
-                   "train.reproducible: fsdp.strategy is shard_optim, which adds the micro-batches "
-                   "before the ranks; expected another one");
-  TESSERA_CHECK_AS(ConfigError,
-                   options.sync_every_micro_batch.value_or(GradSync::kEveryMicroBatch) ==
-                       GradSync::kEveryMicroBatch,
-                   "train.reproducible: fsdp.sync_every_micro_batch is {}, expected true",
-                   name_of(*options.sync_every_micro_batch));
+      kField, "{} ranks, expected a power of two up to {}", world_size, kReproducibleChunks);
+  check_option(options.strategy != Strategy::kShardOptim, kField,
+               "strategy is shard_optim, which adds the micro-batches before the ranks; expected "
+               "another one");
+  const GradSync sync = options.sync_every_micro_batch.value_or(GradSync::kEveryMicroBatch);
+  check_option(sync == GradSync::kEveryMicroBatch, kField,
+               "sync_every_micro_batch is {}, expected true", name_of(sync));
 }
 
 // ---- the tree over micro-batches

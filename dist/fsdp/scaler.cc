@@ -1,19 +1,18 @@
 #include "dist/fsdp/scaler.h"
 
+#include "core/settings.h"
 #include "kernels/elementwise/elementwise.h"
 
 namespace tessera::dist {
 
 LossScaler::LossScaler(const LossScaleOptions& options) : options_(options) {
   const LossScaleRule& r = options.rule;
-  TESSERA_CHECK_AS(ConfigError, options.init > 0 && options.init <= r.max_scale,
-                   "precision.loss_scale_init: {}, expected more than 0 and at most {}",
-                   options.init, r.max_scale);
+  check_option(options.init > 0 && options.init <= r.max_scale, "LossScaleOptions::init",
+               "{}, expected more than 0 and at most {}", options.init, r.max_scale);
   TESSERA_CHECK_AS(ConfigError, r.growth >= 1 && r.backoff > 0 && r.backoff < 1,
                    "LossScaler: growth {} and backoff {}, expected at least 1 and in (0, 1)",
                    r.growth, r.backoff);
-  TESSERA_CHECK_AS(ConfigError, r.interval >= 1,
-                   "precision.loss_scale_interval: {}, expected at least 1", r.interval);
+  check_option(r.interval >= 1, "LossScaleRule::interval", "{}, expected at least 1", r.interval);
   TESSERA_CHECK_AS(ConfigError, r.min_scale > 0 && r.min_scale <= r.max_scale,
                    "LossScaler: scales from {} to {}, expected a range above 0", r.min_scale,
                    r.max_scale);

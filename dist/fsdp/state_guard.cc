@@ -178,7 +178,7 @@ std::string StateGuard::find_drift(const Pending& pending, bool* is_any) const {
   if (count > kMaxNamed) text += fmt::format(" and {} more", count - kMaxNamed);
   return fmt::format(
       "step {}: replicas have drifted apart, expected the same bits: {}{}; memory has changed by "
-      "itself, or a rank computes other numbers; guard.replica_every = 0 compares nothing",
+      "itself, or a rank computes other numbers; replica_every = 0 compares nothing",
       pending.step, text, is_tie ? " (which of them is right cannot be told)" : "");
 }
 

@@ -4,7 +4,7 @@
 #include <map>
 #include <set>
 
-#include "core/check.h"
+#include "core/settings.h"
 
 namespace tessera::dist {
 namespace {
@@ -94,9 +94,8 @@ std::vector<UnitSpec> make_units(Module& root, const std::vector<Chosen>& chosen
     const bool is_inside = it != unit_of_module.end() && unit == &units[it->second];
     auto& hooked = unit->modules;
     if (!is_inside && std::find(hooked.begin(), hooked.end(), use.owner) == hooked.end()) {
-      TESSERA_CHECK_AS(ConfigError, it == unit_of_module.end() || use.owner->hook() == nullptr,
-                       "fsdp.wrap: {} uses a parameter of unit {} inside another unit", use.name,
-                       unit->name);
+      check_option(it == unit_of_module.end() || use.owner->hook() == nullptr, "FsdpOptions::wrap",
+                   "{} uses a parameter of unit {} inside another unit", use.name, unit->name);
       hooked.push_back(use.owner);
     }
   }
@@ -146,7 +145,7 @@ WrapPolicy transformer_block() {
 }
 
 WrapPolicy every_n_blocks(int n) {
-  TESSERA_CHECK_AS(ConfigError, n >= 1, "fsdp.wrap: every_n_blocks needs n >= 1, got {}", n);
+  TESSERA_CHECK_AS(ConfigError, n >= 1, "every_n_blocks: n is {}, expected at least 1", n);
   return [n](Module& root) {
     std::vector<Chosen> chosen;
     const std::vector<NamedModule> blocks = blocks_of(root);

@@ -158,6 +158,22 @@ TEST_CASE("config_table: every row says what another value means to a resume", "
   CHECK(count.size() == 3);
 }
 
+TEST_CASE("config_table: a library's message about a field is said with key and place",
+          "[config]") {
+  const Config config =
+      parse_config("[fsdp]\nshard_size = 3", "f.toml", std::vector<std::string>{"--data.text=x"});
+  CHECK(in_keys(config, "FsdpOptions::shard_size: 3 does not divide the 4 ranks") ==
+        "f.toml:2: fsdp.shard_size: 3 does not divide the 4 ranks");
+  CHECK(in_keys(config, "FsdpOptions::reproducible: 3 ranks") ==
+        "default: train.reproducible: 3 ranks");
+  CHECK(in_keys(config, "LossScaleOptions::init: 0, expected more") ==
+        "default: precision.loss_scale_init: 0, expected more");
+  for (const char* other : {"fully_shard: a::b is shared", "AdamW: beta1 must be in [0, 1)",
+                            "FsdpOptions::average_gradients: no key", "x"}) {
+    CHECK(in_keys(config, other) == other);
+  }
+}
+
 TEST_CASE("config_table: one line names the key, its value and what it needs", "[config]") {
   CHECK(idle({"--optim.momentum=0.9", "--fsdp.wrap_every=3"}) ==
         std::vector<std::string>{"optim.momentum = 0.9 (needs optim.name = sgd)",

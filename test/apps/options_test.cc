@@ -175,7 +175,7 @@ TEST_CASE("options: a low wire or reduce dtype rounds the gradients of f32 param
   CHECK_THAT(error_of([&] {
                run(2, {"--precision.reduce_dtype=bf16", "--fsdp.wire_dtype=f32"});
              }),
-             Catch::Contains("fsdp.wire_dtype: f32 with precision.reduce_dtype bf16 and f32 "
+             Catch::Contains("command line: fsdp.wire_dtype: f32 with reduce_dtype bf16 and f32 "
                              "parameters, whose gradients are rounded as they travel; expected "
                              "bf16"));
 }

@@ -272,7 +272,8 @@ TEST_CASE("trainer: in reproducible mode 2 and 4 ranks give the bits of one", "[
   CHECK(error_of([&] {
           const Config config = small_config(dir, {"--train.reproducible=true"});
           dist::run_ranks(3, [&](dist::World& world) { train(config, world); });
-        }).find("train.reproducible: 3 ranks, expected a power of two up to 64") == 0);
+        }).find("command line: train.reproducible: 3 ranks, expected a power of two up to 64") ==
+        0);
 }
 
 TEST_CASE("trainer: strategies, wrappings and recompute policies give the same bits", "[trainer]") {
@@ -411,7 +412,8 @@ TEST_CASE("trainer: what cannot go well at the end is refused at the start", "[t
       {{"--data.separator=256"},
        "command line: data.separator = 256, expected a token below the vocabulary's size 256"},
       {{"--fsdp.reshard_after_forward=3"},
-       "fsdp.reshard_after_forward: 3, expected true, false or a divisor of the shard group's 2 "
+       "command line: fsdp.reshard_after_forward: 3, expected true, false or a divisor of the shard "
+       "group's 2 "
        "ranks"},
   };
   for (const auto& [extra, expected] : cases) {

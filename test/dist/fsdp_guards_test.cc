@@ -324,13 +324,16 @@ TEST_CASE("reshard_after_forward: values that contradict are named", "[fsdp]") {
     });
   };
   const std::string divisor = "expected true, false or a divisor of the shard group's 4 ranks";
-  CHECK(error(Strategy::kFullShard, 3).find("fsdp.reshard_after_forward: 3, " + divisor) == 0);
-  CHECK(error(Strategy::kFullShard, 1).find("fsdp.reshard_after_forward: 1, " + divisor) == 0);
-  CHECK(error(Strategy::kFullShard, false).find("fsdp.reshard_after_forward: false contradicts") ==
+  CHECK(error(Strategy::kFullShard, 3).find("FsdpOptions::reshard_after_forward: 3, " + divisor) ==
         0);
-  CHECK(error(Strategy::kShardGradOp, true).find("fsdp.reshard_after_forward: true contradicts") ==
+  CHECK(error(Strategy::kFullShard, 1).find("FsdpOptions::reshard_after_forward: 1, " + divisor) ==
         0);
-  CHECK(error(Strategy::kNoShard, 2).find("fsdp.reshard_after_forward: 2 contradicts") == 0);
+  CHECK(error(Strategy::kFullShard, false)
+            .find("FsdpOptions::reshard_after_forward: false contradicts") == 0);
+  CHECK(error(Strategy::kShardGradOp, true)
+            .find("FsdpOptions::reshard_after_forward: true contradicts") == 0);
+  CHECK(error(Strategy::kNoShard, 2).find("FsdpOptions::reshard_after_forward: 2 contradicts") ==
+        0);
 }
 
 TEST_CASE("fsdp: guards and groups change nothing where states live in host memory", "[fsdp]") {

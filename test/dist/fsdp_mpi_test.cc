@@ -67,7 +67,7 @@ TEST_CASE("fsdp over MPI: reproducible mode has the bits of one rank", "[fsdp]")
   for (const ReproducibleCase& c : reproducible_cases()) {
     if (num_ranks == 3) {
       const std::string message = error_of([&] { run_fsdp(world(), c.run_on(num_ranks)); });
-      CHECK(message.find("train.reproducible: 3 ranks, expected a power of two") == 0);
+      CHECK(message.find("FsdpOptions::reproducible: 3 ranks, expected a power of two") == 0);
       continue;
     }
     const FsdpResult actual = run_fsdp(world(), c.run_on(num_ranks));

@@ -457,9 +457,9 @@ TEST_CASE("scaler: none and static scales stay but count what is skipped", "[fsd
 
 TEST_CASE("scaler: options out of range are named", "[fsdp]") {
   CHECK_THROWS_WITH(dist::LossScaler(scale_from(0)),
-                    Catch::Contains("precision.loss_scale_init: 0, expected more than 0"));
+                    Catch::Contains("LossScaleOptions::init: 0, expected more than 0"));
   CHECK_THROWS_WITH(dist::LossScaler(scale_from(8, 0)),
-                    Catch::Contains("precision.loss_scale_interval: 0, expected at least 1"));
+                    Catch::Contains("LossScaleRule::interval: 0, expected at least 1"));
   LossScaleOptions options;
   options.rule.backoff = 1;
   CHECK_THROWS_AS(dist::LossScaler(options), ConfigError);
@@ -766,16 +766,19 @@ TEST_CASE("precision: options that make no sense are named", "[fsdp]") {
   dist::PrecisionOptions p;
   p.pre_divide = 3;
   CHECK_THAT(error_with(p),
-             Catch::Contains("PrecisionOptions::pre_divide is 3, expected a power of two"));
+             Catch::Contains("PrecisionOptions::pre_divide: 3, expected a power of two"));
   p = {};
   p.output_dtype = kI32;
-  CHECK_THAT(error_with(p), Catch::Contains("precision.output_dtype: i32, expected f32, bf16"));
+  CHECK_THAT(error_with(p),
+             Catch::Contains("PrecisionOptions::output_dtype: i32, expected f32, bf16"));
   p = {};
   p.buffer_dtype = kF64;
-  CHECK_THAT(error_with(p), Catch::Contains("precision.buffer_dtype: f64, expected f32, bf16"));
+  CHECK_THAT(error_with(p),
+             Catch::Contains("PrecisionOptions::buffer_dtype: f64, expected f32, bf16"));
   p = {};
   p.wire_dtype = kI64;
-  CHECK_THAT(error_with(p), Catch::Contains("fsdp.wire_dtype: i64, expected f32, bf16"));
+  CHECK_THAT(error_with(p),
+             Catch::Contains("PrecisionOptions::wire_dtype: i64, expected f32, bf16"));
 }
 
 }  // namespace

@@ -211,7 +211,7 @@ TEST_CASE("reproducible: a second backward of a micro-batch is an error", "[fsdp
   };
   run.num_steps = 0;
   run_fsdp_on_threads(1, run);
-  CHECK_THAT(message, Catch::Contains("train.reproducible: unit head has the gradients of 2 "
+  CHECK_THAT(message, Catch::Contains("reproducible mode: unit head has the gradients of 2 "
                                       "backwards before that of micro-batch 1, expected one a "
                                       "micro-batch, each after begin_micro_batch"));
 }
@@ -227,14 +227,15 @@ TEST_CASE("reproducible: what cannot give the same bits is refused", "[fsdp]") {
     return message.substr(0, message.rfind(" dist/fsdp/"));
   };
   CHECK(error(3, Strategy::kFullShard, {}) ==
-        "train.reproducible: 3 ranks, expected a power of two up to 64");
-  CHECK(error(2, Strategy::kShardOptim, {}) ==
-        "train.reproducible: fsdp.strategy is shard_optim, which adds the micro-batches before the "
-        "ranks; expected another one");
+        "FsdpOptions::reproducible: 3 ranks, expected a power of two up to 64");
+  CHECK(
+      error(2, Strategy::kShardOptim, {}) ==
+      "FsdpOptions::reproducible: strategy is shard_optim, which adds the micro-batches before the "
+      "ranks; expected another one");
   CHECK(error(2, Strategy::kFullShard, GradSync::kLast) ==
-        "train.reproducible: fsdp.sync_every_micro_batch is false, expected true");
+        "FsdpOptions::reproducible: sync_every_micro_batch is false, expected true");
   CHECK(error(2, Strategy::kHybridShard, GradSync::kShard) ==
-        "train.reproducible: fsdp.sync_every_micro_batch is shard, expected true");
+        "FsdpOptions::reproducible: sync_every_micro_batch is shard, expected true");
 }
 
 }  // namespace

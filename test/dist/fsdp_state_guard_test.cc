@@ -162,7 +162,7 @@ TEST_CASE("state_guard: a bit flipped in one replica is named under every strate
       CHECK(message ==
             fmt::format("step 4: replicas have drifted apart, expected the same bits: {}; memory "
                         "has changed by itself, or a rank computes other numbers; "
-                        "guard.replica_every = 0 compares nothing",
+                        "replica_every = 0 compares nothing",
                         expected));
     }
   }
