@@ -7,8 +7,8 @@
 #include "apps/config.h"
 #include "apps/version.h"
 #include "core/check.h"
-#include "core/text.h"
 #include "core/settings.h"
+#include "core/text.h"
 
 namespace tessera::apps {
 

@@ -7,6 +7,7 @@
 #include <cmath>
 
 #include "apps/config_table.h"
+#include "core/text.h"
 #include "kernels/attention/kernel.h"
 #include "kernels/reduce/reduce.h"
 
@@ -265,7 +266,8 @@ std::vector<int64_t> parse_ids(std::string_view text) {
     const bool is_last = stop == end;
     if (error != std::errc() || id < 0 || id > kMax || (!is_last && *stop != ',') ||
         stop + 1 == end) {
-      throw ConfigError(fmt::format("{}, expected token ids, such as 2 or 2,7", shorten(quoted(text))));
+      throw ConfigError(
+          fmt::format("{}, expected token ids, such as 2 or 2,7", shorten(quoted(text))));
     }
     ids.push_back(id);
     next = is_last ? end : stop + 1;

@@ -41,7 +41,8 @@ void set_from_toml(const Field& field, const toml::node& node) {
   const auto& choices = field.choices;
   if (std::find(choices.begin(), choices.end(), found) != choices.end()) value = found;
   if (!value) {
-    throw ConfigError(fmt::format("{} = {}, expected {}", field.key, shorten(found), field.expected_text()));
+    throw ConfigError(
+        fmt::format("{} = {}, expected {}", field.key, shorten(found), field.expected_text()));
   }
   field.set(*value, found);
 }
@@ -286,8 +287,8 @@ std::string config_help(std::string_view what) {
       }
     }
     throw ConfigError(
-        fmt::format("command line: --help {}, expected a section ({}) or a key (nearest: {})", shorten(what),
-                    fmt::join(sections, ", "), nearest_keys(what)));
+        fmt::format("command line: --help {}, expected a section ({}) or a key (nearest: {})",
+                    shorten(what), fmt::join(sections, ", "), nearest_keys(what)));
   }
   for (const Field& field : fields) {
     if (!is_wanted(field)) continue;
