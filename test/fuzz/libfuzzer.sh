@@ -8,7 +8,7 @@ target=$2
 shift 2
 build=${TESSERA_FUZZ_BUILD:-/tmp/tessera-fuzz}
 mkdir -p "$build/corpus-$target"
-sources=(test/fuzz/libfuzzer.cc test/fuzz/targets.cc apps/config.cc apps/data.cc apps/model_from.cc
+sources=(test/fuzz/libfuzzer.cc test/fuzz/targets.cc apps/config.cc apps/config_parse.cc apps/config_table.cc core/settings.cc apps/data.cc apps/model_from.cc
   apps/run_dir.cc apps/tokenizer.cc core/fatal_signals.cc core/runtime/allocator.cc
   dist/checkpoint/hf_files.cc dist/checkpoint/hf_names.cc dist/checkpoint/huggingface.cc
   core/check.cc core/dtype.cc core/fault_guard.cc core/files.cc core/log.cc core/random.cc

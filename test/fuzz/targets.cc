@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "apps/config.h"
+#include "apps/config_table.h"
 #include "apps/data.h"
 #include "apps/run_dir.h"
 #include "apps/tokenizer.h"
