@@ -21,8 +21,14 @@ import sys
 
 from work_copy import PRELUDE, Change, WorkCopy, with_switches
 
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 APPS, FSDP = "apps", "dist/fsdp"
 PREFETCH = "dist/fsdp_order fsdp order: as many units are gathered ahead"
+
+
+def text_of(root, name):
+    with open(os.path.join(root, name)) as file:
+        return file.read()
 
 
 class Row:
@@ -49,99 +55,57 @@ class Row:
         return found
 
 
-PLANTED = [
+# Keys whose value goes nowhere: their row in the table of settings is bound to a copy of the field.
+# Each with what sees it.
+NOWHERE = [(key, "run " + key) for key in (
+    "fsdp.strategy fsdp.shard_size fsdp.wrap fsdp.wrap_every fsdp.min_num_params "
+    "fsdp.sync_every_micro_batch fsdp.prefetch_forward fsdp.prefetch_backward "
+    "fsdp.communicators fsdp.offload train.reproducible precision.param_dtype "
+    "precision.reduce_dtype fsdp.wire_dtype precision.output_dtype precision.buffer_dtype "
+    "precision.cast_forward_inputs precision.norm_fp32 precision.loss_scale "
+    "precision.loss_scale_init precision.loss_scale_interval recompute.policy "
+    "recompute.every_n model.norm_eps model.gelu model.rope_theta model.rope_scaling "
+    "model.rope_low_freq_factor model.rope_factor model.rope_high_freq_factor "
+    "model.rope_original_context optim.beta1 optim.beta2 optim.eps optim.weight_decay "
+    "optim.momentum optim.nesterov optim.warmup_steps optim.decay_steps sample.tokens "
+    "sample.temperature sample.top_k sample.top_p memory.limit debug.poison train.threads").split()] + [
+    ("dist.nccl_reduce", "apps/trainer trainer: the keys of NCCL"),
+    ("dist.nccl_max_ctas", "apps/trainer trainer: the keys of NCCL"),
+    ("kernels.attention", "apps/trainer trainer: the keys of kernels"),
+    ("kernels.gemm", "apps/trainer trainer: the keys of kernels"),
+]
+
+
+def bound_to_a_copy(key, seen_by):
+    table = text_of(ROOT, "apps/config_table.cc")
+    found = re.search(r'(?:t\.add\(|add_nbytes\(t, )"%s",\s*([\w.]+),' % re.escape(key), table)
+    field = found.group(1) if found else "no row"
+    return Row(key, APPS, '"%s", [[%s]],' % (key, field), "*new auto(%s)" % field, seen_by)
+
+
+PLANTED = [bound_to_a_copy(*each) for each in NOWHERE] + [
     # Sharding: keys that go nowhere.
-    Row("strategy", APPS, "  options.strategy = dist::strategy_from_name(config.fsdp.strategy);\n", "",
-        "run fsdp.strategy"),
-    Row("shard_size", APPS, "  options.shard_size = static_cast<int>(config.fsdp.shard_size);\n", "",
-        "run fsdp.shard_size"),
-    Row("wrap: whole_model", APPS, 'config.fsdp.wrap == "whole_model"', "false", "run fsdp.wrap"),
-    Row("wrap: every_n_blocks", APPS, 'config.fsdp.wrap == "every_n_blocks"', "false",
-        "run fsdp.wrap_every"),
-    Row("wrap: min_num_params", APPS, 'config.fsdp.wrap == "min_num_params"', "false",
-        "run fsdp.min_num_params"),
-    Row("wrap_every", APPS, "static_cast<int>(config.fsdp.wrap_every)", "2", "run fsdp.wrap_every"),
-    Row("min_num_params", APPS, "min_num_params([[config.fsdp.min_num_params]])", "1000",
-        "run fsdp.min_num_params"),
-    Row("sync_every_micro_batch", APPS, 'config.fsdp.sync_every_micro_batch != "auto"', "false",
-        "run fsdp.sync_every_micro_batch"),
-    Row("reshard_after_forward: true, false", APPS, 'reshard == "true" || reshard == "false"', "false",
+    Row("reshard_after_forward: true, false", APPS, 'text == "true" || text == "false") [[return text == "true"]];',
+        "return std::nullopt", "run fsdp.reshard_after_forward"),
+    Row("reshard_after_forward: a group size", APPS, "return [[std::stoi(text)]];", "2",
         "run fsdp.reshard_after_forward"),
-    Row("reshard_after_forward: a group size", APPS, 'reshard != "auto"', "false",
-        "run fsdp.reshard_after_forward"),
-    Row("prefetch_forward", APPS, "static_cast<int>(config.fsdp.prefetch_forward)", "1",
-        "run fsdp.prefetch_forward"),
-    Row("prefetch_backward", APPS, "static_cast<int>(config.fsdp.prefetch_backward)", "1",
-        "run fsdp.prefetch_backward"),
-    Row("communicators", APPS, "static_cast<int>(config.fsdp.communicators)", "2",
-        "run fsdp.communicators"),
-    Row("offload", APPS, "dist::offload_from_name(config.fsdp.offload)", "dist::Offload::kNone",
-        "run fsdp.offload"),
     Row("ignored", APPS,
-        '  options.ignored = matching_parameters(config, "fsdp.ignored", config.fsdp.ignored, model);\n', "",
+        '  options.ignored = matching_parameters(config, "fsdp.ignored", fsdp.ignored, model);\n', "",
         "run fsdp.ignored"),
     Row("frozen", APPS, "->tensor.set_requires_grad([[false]])", "true", "run model.frozen"),
-    Row("reproducible", APPS, "  options.reproducible = config.train.reproducible;\n", "",
-        "run train.reproducible"),
 
     # Precision.
-    Row("param_dtype", APPS, "dtype_from_name(config.precision.param_dtype)", "kF32",
-        "run precision.param_dtype"),
-    Row("reduce_dtype", APPS, "dtype_from_name(config.precision.reduce_dtype)", "kF32",
-        "run precision.reduce_dtype"),
-    Row("wire_dtype", APPS, "dtype_or_same(config.fsdp.wire_dtype)", "std::nullopt",
-        "run fsdp.wire_dtype"),
-    Row("output_dtype", APPS, "dtype_or_same(config.precision.output_dtype)", "std::nullopt",
-        "run precision.output_dtype"),
-    Row("buffer_dtype", APPS, "dtype_or_same(config.precision.buffer_dtype)", "std::nullopt",
-        "run precision.buffer_dtype"),
-    Row("cast_forward_inputs", APPS,
-        "  options.precision.cast_forward_inputs = config.precision.cast_forward_inputs;\n", "",
-        "run precision.cast_forward_inputs"),
-    Row("norm_fp32", APPS, "  options.precision.norm_fp32 = config.precision.norm_fp32;\n", "",
-        "run precision.norm_fp32"),
-    Row("loss_scale: static", APPS, 'config.loss_scale == "static"', "false", "run precision.loss_scale"),
-    Row("loss_scale: dynamic", APPS, 'config.loss_scale == "dynamic"', "false",
-        "run precision.loss_scale"),
-    Row("loss_scale_init", APPS, "  options.init = config.loss_scale_init;\n", "",
-        "run precision.loss_scale_init"),
-    Row("loss_scale_interval", APPS, "  options.rule.interval = config.loss_scale_interval;\n", "",
-        "run precision.loss_scale_interval"),
 
     # Recomputation.
-    Row("recompute: full", APPS, 'config.policy == "full"', "false", "run recompute.policy"),
-    Row("recompute: every_n", APPS, 'config.policy == "every_n"', "false", "run recompute.every_n"),
-    Row("recompute: selective", APPS, 'config.policy == "selective"', "false", "run recompute.policy"),
-    Row("every_n", APPS, "return {kind, [[config.every_n]]};", "2", "run recompute.every_n"),
 
     # The model.
     Row("tied", APPS, "  c.tied = config.tied;\n", "", "run model.tied"),
-    Row("norm_eps", APPS, "  c.norm_eps = static_cast<float>(config.norm_eps);\n", "",
-        "run model.norm_eps"),
     Row("dropout of gpt2", APPS, "[[c.dropout = config.dropout;]] c.gelu", "",
         "run model.dropout"),
     Row("dropout of bloom", APPS,
         "[[c.dropout = config.dropout;]] return std::make_unique<nn::Bloom>", "",
         "run model.dropout"),
     Row("bias", APPS, "    c.bias = config.bias;\n", "", "run model.bias"),
-    Row("gelu", APPS, 'config.gelu == "exact"', "false", "run model.gelu"),
-    Row("rope_theta", APPS, "  c.rope.theta = static_cast<float>(config.rope_theta);\n", "",
-        "run model.rope_theta"),
-    Row("rope_scaling: linear", APPS, 'config.rope_scaling == "linear"', "false",
-        "run model.rope_scaling"),
-    Row("rope_scaling: llama3", APPS, 'config.rope_scaling == "llama3"', "false",
-        "run model.rope_low_freq_factor"),
-    Row("rope_factor", APPS, "  c.rope.factor = static_cast<float>(config.rope_factor);\n", "",
-        "run model.rope_factor"),
-    Row("rope_low_freq_factor", APPS,
-        "  c.rope.low_freq_factor = static_cast<float>(config.rope_low_freq_factor);\n", "",
-        "run model.rope_low_freq_factor"),
-    Row("rope_high_freq_factor", APPS,
-        "  c.rope.high_freq_factor = static_cast<float>(config.rope_high_freq_factor);\n", "",
-        "run model.rope_high_freq_factor"),
-    Row("rope_original_context", APPS,
-        "  c.rope.original_max_position = config.rope_original_context;\n", "",
-        "run model.rope_original_context"),
     Row("documents not masked", APPS, "if ([[!batch.document_starts.empty()]])", "false",
         "run data.separator"),
     Row("documents not masked where positions restart", APPS, "if ([[!batch.document_starts.empty()]])",
@@ -152,28 +116,13 @@ PLANTED = [
     # The optimizer.
     Row("clip", APPS, "clip_grad_norm([[config_.optim.clip]],", "1.0", "run optim.clip"),
     Row("clip_p", APPS, "[[config_.optim.clip_p]],", "2.0", "run optim.clip_p"),
-    Row("beta1", APPS, "  options.beta1 = optim.beta1;\n", "", "run optim.beta1"),
-    Row("beta2", APPS, "  options.beta2 = optim.beta2;\n", "", "run optim.beta2"),
-    Row("eps", APPS, "  options.eps = optim.eps;\n", "", "run optim.eps"),
-    Row("weight_decay of adamw", APPS, "[[options.weight_decay = weight_decay;]] if", "",
-        "run optim.weight_decay"),
-    Row("weight_decay of sgd", APPS, "[[options.weight_decay = weight_decay;]] return", "",
-        "run optim.weight_decay"),
-    Row("momentum", APPS, "    options.momentum = static_cast<float>(optim.momentum);\n", "",
-        "run optim.momentum"),
-    Row("nesterov", APPS, "    options.nesterov = optim.nesterov;\n", "", "run optim.nesterov"),
     Row("stochastic_rounding", APPS, "if ([[optim.stochastic_rounding]])", "false",
         "run optim.stochastic_rounding"),
     Row("the seed of stochastic rounding", APPS,
         "options.rounding_seed = [[static_cast<uint64_t>(config.train.seed)]]", "1",
         "run train.seed"),
-    Row("warmup_steps", APPS, "  options.warmup_steps = config.optim.warmup_steps;\n", "",
-        "run optim.warmup_steps"),
-    Row("decay_steps", APPS, ": [[config.optim.decay_steps]];", "config.train.steps / 5",
-        "run optim.decay_steps"),
-    Row("a constant schedule", APPS,
-        "  options.kind = optim::schedule_from_name(config.optim.schedule);\n",
-        "  options.kind = optim::ScheduleKind::kConstant;\n", "run optim.schedule"),
+    Row("a constant schedule", APPS, '"optim.schedule", [[o.schedule.kind]],', "*new auto(optim::ScheduleKind::kConstant)",
+        "run optim.schedule"),
     Row("cosine is linear", "optim", "[[o.kind == ScheduleKind::kCosine]] ?", "false",
         "run optim.schedule"),
     Row("wsd is linear", "optim", "if ([[o.kind == ScheduleKind::kWsd]]) start", "false",
@@ -192,15 +141,9 @@ PLANTED = [
         "run dropout masks"),
     Row("dropout draws the same in each step", APPS, ".step = [[static_cast<uint64_t>(step)]],", "0", "run dropout masks"),
     Row("eval_batches", APPS, "if ([[config.eval_batches > 0]])", "false", "run train.eval_batches"),
-    Row("sample.tokens", APPS, "options.num_tokens = config_.sample.tokens;", "options.num_tokens = 12;",
-        "run sample.tokens"),
     Row("sample.prompt", APPS, "data_.tokenizer->encode([[config_.sample.prompt]]); const", '"line "', "run sample.prompt"),
-    Row("sample.temperature", APPS, ".temperature = [[config_.sample.temperature]]", "1.0",
-        "run sample.temperature"),
-    Row("sample.top_k", APPS, ".top_k = [[config_.sample.top_k]]", "0", "run sample.top_k"),
-    Row("sample.top_p", APPS, ".top_p = [[config_.sample.top_p]]", "1.0", "run sample.top_p"),
     Row("the seed of samples", APPS,
-        ".seed = [[static_cast<uint64_t>(config_.train.seed)]]}; options.on_token", "1", "run train.seed"),
+        "options.sampling.seed = [[static_cast<uint64_t>(config_.train.seed)]]; options.on_token", "1", "run train.seed"),
     Row("the seed of the data's order", APPS,
         "  options.seed = static_cast<uint64_t>(config.train.seed);\n", "", "run train.seed"),
     Row("the seed of dropout", APPS, "random_state() = {.seed = [[static_cast<uint64_t>(config_.train.seed)]]",
@@ -209,17 +152,6 @@ PLANTED = [
         "1", "run train.seed"),
 
     # The machine.
-    Row("nccl_reduce", APPS, 'config.dist.nccl_reduce == "nccl"', "false",
-        "apps/trainer trainer: the keys of NCCL"),
-    Row("nccl_max_ctas", APPS, "static_cast<int>(config.dist.nccl_max_ctas)", "0",
-        "apps/trainer trainer: the keys of NCCL"),
-    Row("kernels.attention", APPS,
-        "  set_attention_backend(attention_backend_from_name(config.kernels.attention));\n", "",
-        "apps/trainer trainer: the keys of kernels"),
-    Row("kernels.gemm", APPS, "  set_gemm_backend(gemm_backend_from_name(config.kernels.gemm));\n", "",
-        "apps/trainer trainer: the keys of kernels"),
-    Row("memory.limit", APPS, "options.memory_limit = parse_nbytes(config.memory.limit);", "",
-        "run memory.limit"),
     Row("memory.empty_cache_every", APPS,
         "config_.memory.empty_cache_every > 0 && step_ % config_.memory.empty_cache_every == 0", "false",
         "run memory.empty_cache_every"),
@@ -227,9 +159,6 @@ PLANTED = [
         "static_cast<int64_t>(config.dist.timeout * 1e3)));\n", "", "run dist.timeout"),
     Row("debug.dist", APPS, "world.set_verbose([[config.debug.dist]]);", "false",
         "run debug.dist"),
-    Row("debug.poison", APPS, "    options.poison = config.debug.poison;\n", "", "run debug.poison"),
-    Row("train.threads", APPS, "world.num_threads(static_cast<int>([[config.train.threads]]))",
-        "1", "run train.threads"),
 
     # What is said of speed, memory and waits.
     Row("MFU without the ranks", APPS, "([[config_.output.peak_tflops * 1e12 * world_.world_size()]])",
@@ -287,11 +216,6 @@ PLANTED = [
         "[[wait_for_gather();]] state_ = gathered;", "",
         "dist/fsdp_order fsdp order: the norm waits for gathers"),
 ]
-
-
-def text_of(root, name):
-    with open(os.path.join(root, name)) as file:
-        return file.read()
 
 
 def check_the_switches():
