@@ -68,7 +68,7 @@ NOWHERE = [(key, "run " + key) for key in (
     "model.rope_low_freq_factor model.rope_factor model.rope_high_freq_factor "
     "model.rope_original_context optim.beta1 optim.beta2 optim.eps optim.weight_decay "
     "optim.momentum optim.nesterov optim.warmup_steps optim.decay_steps sample.tokens "
-    "sample.temperature sample.top_k sample.top_p memory.limit debug.poison train.threads").split()] + [
+    "sample.temperature sample.top_k sample.top_p memory.limit memory.split debug.poison train.threads").split()] + [
     ("dist.nccl_reduce", "apps/trainer trainer: the keys of NCCL"),
     ("dist.nccl_max_ctas", "apps/trainer trainer: the keys of NCCL"),
     ("kernels.attention", "apps/trainer trainer: the keys of kernels"),
@@ -109,7 +109,7 @@ PLANTED = [bound_to_a_copy(*each) for each in NOWHERE] + [
     Row("documents not masked", APPS, "if ([[!batch.document_starts.empty()]])", "false",
         "run data.separator"),
     Row("documents not masked where positions restart", APPS, "if ([[!batch.document_starts.empty()]])",
-        "!batch.document_starts.empty() && batch.positions.empty()", "run data.separator"),
+        "!batch.document_starts.empty() && batch.positions.empty()", "run document masks"),
     Row("positions not restarted", APPS, "if ([[!batch.positions.empty()]])", "false",
         "run data.restart_positions"),
 

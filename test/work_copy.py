@@ -20,6 +20,7 @@ namespace tessera_change { inline const int chosen = std::getenv("TESSERA_CHANGE
 #pragma GCC diagnostic ignored "-Wsign-compare"
 #pragma GCC diagnostic ignored "-Wparentheses"
 #pragma GCC diagnostic ignored "-Wextra"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 """
 
 
@@ -150,10 +151,7 @@ class WorkCopy:
         while True:
             if self.ninja(self.libraries, "-k", "0"):
                 break
-            wrong = set()
-            for match in re.finditer(r"^\.\./(\S+?):(\d+):(?:\d+:)? error", self.build_output, re.M):
-                line = int(match[2]) - PRELUDE.count("\n")
-                wrong |= {c for c in changes if c.file == match[1] and c.line <= line <= c.last_line}
+            wrong = self.blamed(changes)
             if not wrong:
                 raise SystemExit(f"{self.dir} does not build:\n{self.build_output[-3000:]}")
             refused += wrong
@@ -161,6 +159,25 @@ class WorkCopy:
             self.sync(changes)
         self.changes = changes
         return refused
+
+    def blamed(self, changes):
+        """Changes that an error names by their lines, or stands nearest to: a warning that is an error
+        may be about what becomes of a value later."""
+        wrong = set()
+        for part in re.split(r"^FAILED: ", self.build_output, flags=re.M)[1:]:
+            part = part.split("\n[")[0]
+            for pattern in (r"\.\./(\S+?):(\d+):(?:\d+:)? error", r"\.\./(\S+?):(\d+)"):
+                named = [(match[1], int(match[2]) - PRELUDE.count("\n"))
+                         for match in re.finditer(pattern, part)]
+                found = {c for c in changes for file, line in named
+                         if c.file == file and c.line <= line <= c.last_line}
+                if found:
+                    break
+            distances = {c: min((abs(c.line - line) for file, line in named if c.file == file),
+                                default=None) for c in changes}
+            near = [c for c in changes if distances[c] is not None]
+            wrong |= found or set(sorted(near, key=lambda c: distances[c])[:1])
+        return wrong
 
     def build(self, test):
         """What a test runs, with all changes; whether that works."""
