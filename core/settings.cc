@@ -108,7 +108,7 @@ void Setting::set(const SettingValue& value, const std::string& found) const {
   try {
     assign(value);
   } catch (const ConfigError& error) {
-    throw ConfigError(fmt::format("{}: {}", key, error.what()));
+    throw ConfigError(fmt::format("{}: {}", key, shorten(error.what())));
   }
 }
 

@@ -10,9 +10,9 @@ namespace tessera {
 /// Which code computes attention on CUDA devices.
 enum class AttentionBackend : unsigned char {
   kOwn,    ///< the project's kernels; bitwise repeatable
-  kCudnn,  ///< cuDNN where it takes the problem (bf16 or f16, aligned, no documents, no alibi, all
-           ///< gradients wanted, none added to), else `kOwn`; its dq is summed by atomics: not
-           ///< bitwise repeatable. An error where cuDNN 9 cannot be loaded
+  kCudnn,  ///< cuDNN where it takes the problem (bf16 or f16, aligned, no documents, alibi, window
+           ///< or softcap, all gradients wanted, none added to), else `kOwn`; its dq is summed by
+           ///< atomics: not bitwise repeatable. An error where cuDNN 9 cannot be loaded
   kAuto,   ///< the faster of both: the first call of a shape times each, which waits for the device
 };
 constexpr auto enum_names(AttentionBackend) {

@@ -251,7 +251,7 @@ TEST_CASE("no_sync: reproducible mode refuses it", "[fsdp]") {
     FsdpOptions options;
     options.reproducible = true;
     const auto fsdp = fully_shard(model, world, options);
-    expect(error_of([&] { const NoSync guard(*fsdp); }).find("train.reproducible") !=
+    expect(error_of([&] { const NoSync guard(*fsdp); }).find("not in reproducible mode") !=
                std::string::npos,
            "the setting is named");
   });
