@@ -1,5 +1,5 @@
 #include "apps/trainer.h"
-#include "core/runtime/cpu_check.h"
+#include "core/runtime/cpu/check.h"
 
 int main(int argc, char** argv) {
   tessera::check_processor();

@@ -6,8 +6,8 @@
 #include <sstream>
 #include <unordered_set>
 
-#include "kernels/attention/cudnn.h"
-#include "kernels/matmul/cublaslt.h"
+#include "kernels/attention/cuda/cudnn.h"
+#include "kernels/matmul/cuda/cublaslt.h"
 #include "nn/bloom.h"
 #include "nn/gpt2.h"
 #include "nn/llama.h"

@@ -4,7 +4,7 @@
 
 #include "core/check.h"
 #include "core/log.h"
-#include "core/runtime/cpu_check.h"
+#include "core/runtime/cpu/check.h"
 
 namespace tessera::apps {
 

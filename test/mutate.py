@@ -155,7 +155,7 @@ def num_users(root):
 
 # Of the text of the sources, of other builds, and of speed: they say nothing about a changed line.
 NOT_ASKED = re.compile(r"^(format|layers|assertions|flags|subproject|planted|testing|readme.*|simt/.*|"
-                       r"cuda/.*|core/runtime/cuda.*|apps/bench.*|dist/cases)$")
+                       r"cuda/.*|core/runtime/cuda.*|apps/bench/.*|dist/cases)$")
 
 
 def nearest_first(mutant, copy):

@@ -23,7 +23,7 @@ from work_copy import PRELUDE, Change, WorkCopy, with_switches
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 APPS, FSDP = "apps", "dist/fsdp"
-PREFETCH = "dist/fsdp_order fsdp order: as many units are gathered ahead"
+PREFETCH = "dist/fsdp/order fsdp order: as many units are gathered ahead"
 
 
 def text_of(root, name):
@@ -208,13 +208,13 @@ PLANTED = [bound_to_a_copy(*each) for each in NOWHERE] + [
         "std::min(1, options_.prefetch_backward)", PREFETCH),
     Row("the hash of a step's collectives is not compared", FSDP,
         "if (theirs != mine) throw_disagreement();", "(void)theirs;",
-        "dist/fsdp_order fsdp order: programs that differ after step 0"),
+        "dist/fsdp/order fsdp order: programs that differ after step 0"),
     Row("no outer sum where the last micro-batch has no backward", FSDP,
         "if (sum_ == Sum::kGroup) sum_over_replicas(g, step);", "",
-        "dist/fsdp_order fsdp order: a step whose last micro-batch has no backward"),
+        "dist/fsdp/order fsdp order: a step whose last micro-batch has no backward"),
     Row("clip does not wait for a gather that nobody used", FSDP,
         "[[wait_for_gather();]] state_ = gathered;", "",
-        "dist/fsdp_order fsdp order: the norm waits for gathers"),
+        "dist/fsdp/order fsdp order: the norm waits for gathers"),
 ]
 
 

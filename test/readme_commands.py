@@ -29,7 +29,7 @@ SUBSTITUTES = [
 NOT_RUN = {
     r"bash apps/quickstart\.sh": "sets up the machine, builds and trains for minutes",
     r"bash test/run\.sh": "runs this suite",
-    r"tessera-bench-fsdp (memory|batch)": "is a test of its own (apps/bench_fsdp)",
+    r"tessera-bench-fsdp (memory|batch)": "is a test of its own (apps/bench/fsdp)",
     r"tessera-bench-fsdp overlap": "measures a quiet machine",
     r"python3 apps/compare/": "needs PyTorch",
     r"--device=cuda": "needs a GPU",

@@ -4,9 +4,9 @@
 #include <mutex>
 
 #include "core/log.h"
-#include "core/runtime/affinity.h"
-#include "core/runtime/cpu_check.h"
-#include "core/runtime/cuda.h"
+#include "core/runtime/cpu/affinity.h"
+#include "core/runtime/cpu/check.h"
+#include "core/runtime/cuda/cuda.h"
 #include "core/runtime/order_check.h"
 #include "core/runtime/staging.h"
 

@@ -2,7 +2,7 @@
 
 #include "core/check.h"
 #include "core/log.h"
-#include "core/runtime/cuda.h"
+#include "core/runtime/cuda/cuda.h"
 
 namespace tessera {
 

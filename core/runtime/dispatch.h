@@ -8,7 +8,7 @@
 // An argument struct is plain: pointers, sizes, flags and `Cost cost() const`; no Tensor.
 
 #if TESSERA_CUDA_KERNELS
-#include "core/runtime/cuda.h"
+#include "core/runtime/cuda/cuda.h"
 #define TESSERA_IF_CUDA(...) __VA_ARGS__
 #else
 #define TESSERA_IF_CUDA(...)

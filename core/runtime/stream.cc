@@ -3,8 +3,8 @@
 #include <atomic>
 
 #include "core/runtime/context.h"
-#include "core/runtime/cpu.h"
-#include "core/runtime/cuda.h"
+#include "core/runtime/cpu/cpu.h"
+#include "core/runtime/cuda/cuda.h"
 
 namespace tessera {
 namespace {

@@ -9,7 +9,7 @@
 
 #include "core/log.h"
 #include "core/runtime/context.h"
-#include "core/runtime/cuda.h"
+#include "core/runtime/cuda/cuda.h"
 #include "dist/comm/nccl.h"
 #include "dist/comm/staged_comm.h"
 

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "core/log.h"
-#include "core/runtime/affinity.h"
+#include "core/runtime/cpu/affinity.h"
 #include "dist/comm/backend.h"
 #include "dist/comm/control.h"
 #include "dist/comm/launcher.h"

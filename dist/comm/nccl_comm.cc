@@ -4,7 +4,7 @@
 #include <utility>
 
 #include "core/runtime/context.h"
-#include "core/runtime/cuda.h"
+#include "core/runtime/cuda/cuda.h"
 #include "dist/comm/nccl.h"
 #include "dist/comm/nccl_state.h"
 

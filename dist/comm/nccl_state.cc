@@ -7,7 +7,7 @@
 #include <thread>
 
 #include "core/log.h"
-#include "core/runtime/cuda.h"
+#include "core/runtime/cuda/cuda.h"
 
 namespace tessera::dist {
 

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "core/runtime/context.h"
-#include "core/runtime/cuda.h"
+#include "core/runtime/cuda/cuda.h"
 #include "core/runtime/staging.h"
 
 // [Note: Collectives through host memory]

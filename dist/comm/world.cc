@@ -11,8 +11,8 @@
 #include <utility>
 
 #include "core/log.h"
-#include "core/runtime/affinity.h"
 #include "core/runtime/context.h"
+#include "core/runtime/cpu/affinity.h"
 #include "dist/comm/backend.h"
 #include "dist/comm/device_comm.h"
 #include "dist/comm/host_comm.h"

@@ -8,7 +8,7 @@
 
 #include "core/log.h"
 #include "core/profiler.h"
-#include "core/runtime/cuda.h"
+#include "core/runtime/cuda/cuda.h"
 #include "core/runtime/stream.h"
 
 namespace tessera::dist {

@@ -9,7 +9,7 @@
 #include "core/autograd.h"
 #include "core/elementary/kernel.h"
 #include "core/runtime/context.h"
-#include "kernels/attention/cudnn.h"
+#include "kernels/attention/cuda/cudnn.h"
 #include "kernels/attention/kernel.h"
 
 namespace tessera {

@@ -6,7 +6,7 @@
 #include "core/runtime/allocator.h"
 #include "core/runtime/context.h"
 #include "kernels/matmul/backend.h"
-#include "kernels/matmul/cuda.h"
+#include "kernels/matmul/cuda/matmul.h"
 #include "kernels/matmul/kernel.h"
 
 namespace tessera {

@@ -1,6 +1,6 @@
 #include "apps/command_line.h"
 
-#include "apps/bench.h"
+#include "apps/bench/bench.h"
 #include "test/testing.h"
 
 using namespace tessera;

@@ -10,7 +10,7 @@
 #include <cstdio>
 #include <string_view>
 
-#include "core/runtime/cuda.h"
+#include "core/runtime/cuda/cuda.h"
 
 int main(int argc, char** argv) {
   const tessera::CudaProbe probe = tessera::probe_cuda();

@@ -5,7 +5,7 @@
 #include <numeric>
 
 #include "core/runtime/order_check.h"
-#include "kernels/attention/cudnn.h"
+#include "kernels/attention/cuda/cudnn.h"
 #include "kernels/attention/kernel.h"
 #include "test/stderr_of.h"
 #include "test/testing.h"

@@ -5,8 +5,8 @@
 
 #include "core/autograd.h"
 #include "core/runtime/context.h"
+#include "kernels/matmul/cpu/panels.h"
 #include "kernels/matmul/kernel.h"
-#include "kernels/matmul/panels.h"
 #include "test/testing.h"
 
 namespace tessera {

@@ -1,8 +1,8 @@
 #include <limits>
 #include <optional>
 
-#include "kernels/attention/flash_bwd.cuh"
-#include "kernels/attention/flash_fwd.cuh"
+#include "kernels/attention/cuda/flash_bwd.cuh"
+#include "kernels/attention/cuda/flash_fwd.cuh"
 #include "kernels/attention/kernel.h"
 #include "test/simt/simt_testing.h"
 

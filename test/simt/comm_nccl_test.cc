@@ -1,11 +1,11 @@
 #include <atomic>
 #include <chrono>
 
-#include "core/runtime/cuda.h"
+#include "core/runtime/cuda/cuda.h"
 #include "core/runtime/order_check.h"
 #include "dist/comm/local.h"
 #include "dist/comm/nccl.h"
-#include "test/dist/comm_cases.h"
+#include "test/dist/comm/cases.h"
 #include "test/simt/fake_cuda.h"
 #include "test/simt/include/nccl.h"
 #include "test/testing.h"

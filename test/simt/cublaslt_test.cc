@@ -1,4 +1,4 @@
-#include "kernels/matmul/cublaslt.h"
+#include "kernels/matmul/cuda/cublaslt.h"
 
 #include <array>
 #include <optional>
@@ -9,7 +9,7 @@
 #include "kernels/embedding/embedding.h"
 #include "kernels/loss/loss.h"
 #include "kernels/matmul/backend.h"
-#include "kernels/matmul/cuda.h"
+#include "kernels/matmul/cuda/matmul.h"
 #include "kernels/matmul/matmul.h"
 #include "test/simt/fake_cuda.h"
 #include "test/testing.h"

@@ -1,4 +1,4 @@
-#include "apps/gemm_sequence.h"
+#include "apps/bench/gemm_sequence.h"
 
 #include "core/autograd.h"
 #include "core/runtime/context.h"

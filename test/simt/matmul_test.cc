@@ -2,7 +2,7 @@
 #include <optional>
 
 #include "kernels/matmul/backend.h"
-#include "kernels/matmul/gemm.cuh"
+#include "kernels/matmul/cuda/gemm.cuh"
 #include "kernels/matmul/kernel.h"
 #include "test/simt/simt_testing.h"
 

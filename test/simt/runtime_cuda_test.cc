@@ -9,7 +9,7 @@
 
 #include "core/profiler.h"
 #include "core/runtime/context.h"
-#include "core/runtime/cuda.h"
+#include "core/runtime/cuda/cuda.h"
 #include "core/runtime/order_check.h"
 #include "core/runtime/staging.h"
 #include "core/tensor.h"

@@ -1,4 +1,4 @@
-#include "apps/step_cost.h"
+#include "apps/bench/step_cost.h"
 
 #include "core/autograd.h"
 #include "core/runtime/context.h"

@@ -8,7 +8,7 @@
 #include "core/autograd.h"
 #include "core/profiler.h"
 #include "core/random.h"
-#include "core/runtime/cuda.h"
+#include "core/runtime/cuda/cuda.h"
 #include "core/runtime/staging.h"
 #include "dist/comm/local.h"
 #include "dist/comm/nccl.h"

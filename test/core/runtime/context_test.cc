@@ -2,7 +2,7 @@
 
 #include <thread>
 
-#include "core/runtime/affinity.h"
+#include "core/runtime/cpu/affinity.h"
 #include "core/runtime/order_check.h"
 #include "core/tensor.h"
 #include "test/testing.h"

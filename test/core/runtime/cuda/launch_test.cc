@@ -1,5 +1,5 @@
 #include "core/elementary/kernel.h"
-#include "core/runtime/cuda.h"
+#include "core/runtime/cuda/cuda.h"
 #include "test/testing.h"
 
 // launch() as nvcc compiles it. The emulator's: test/simt/emulator_test.cc.

@@ -1,0 +1,203 @@
+// What sharding costs in memory is what is said of it, and what an out-of-memory error advises
+// helps.
+
+#include "core/autograd.h"
+#include "dist/comm/local.h"
+#include "optim/adamw.h"
+#include "test/dist/fsdp/memory_cases.h"
+#include "test/testing.h"
+
+namespace tessera::testing {
+namespace {
+
+using dist::Strategy;
+
+TEST_CASE("fsdp memory: what is said is what the allocator sees, under every strategy", "[fsdp]") {
+  for (const int world_size : {1, 2, 4}) {
+    for (const auto& [what, run] : memory_cases(world_size)) {
+      std::vector<std::string> problems(static_cast<size_t>(world_size));
+      dist::LocalOptions local;
+      local.context.poison = false;
+      dist::run_ranks(world_size, local, [&, r = &run](dist::World& world) {
+        problems[static_cast<size_t>(world.rank())] = memory_problem(world, *r);
+      });
+      INFO(fmt::format("{} ranks, {}", world_size, what));
+      for (const std::string& problem : problems) CHECK(problem == "");
+    }
+  }
+}
+
+TEST_CASE("fsdp memory: parts, no_sync's gradients and reproducible sums are in it", "[fsdp]") {
+  const auto entries_of = [](int world_size, FsdpRun run) {
+    std::vector<std::string> entries;
+    std::string problem;
+    dist::run_ranks(world_size, [&](dist::World& world) {
+      const std::string mine = memory_problem(world, run);
+      if (world.rank() == 0) problem = mine;
+    });
+    return problem;
+  };
+  FsdpRun parts;
+  parts.fsdp.reshard_after_forward = 2;
+  CHECK(entries_of(4, parts) == "");
+  FsdpRun reproducible;
+  reproducible.fsdp.reproducible = true;
+  reproducible.num_micro_batches = 4;
+  CHECK(entries_of(2, reproducible) == "");
+}
+
+// ---- out of memory
+
+/// A model whose states take most of the memory, and one whose activations do.
+struct Job {
+  nn::LlamaConfig model;
+  int64_t batch = 1;
+  nn::RecomputePolicy recompute;
+  dist::FsdpOptions fsdp;
+};
+
+enum class Phase { kSetUp, kOptimizer, kForward, kBackward };
+constexpr Phase kPhases[] = {Phase::kSetUp, Phase::kOptimizer, Phase::kForward, Phase::kBackward};
+
+Job wide_job() {
+  Job job;
+  job.model = FsdpRun::tiny_llama();
+  job.model.vocab_size = 128;
+  job.model.num_layers = 8;
+  job.model.width = 256;
+  job.model.ffn_width = 512;
+  return job;
+}
+
+/// Two steps under a limit; bytes that rank 0 has taken from the system after each phase.
+std::map<Phase, int64_t> train(int world_size, const Job& job, int64_t limit) {
+  std::map<Phase, int64_t> reserved;
+  dist::LocalOptions local;
+  local.context.poison = local.context.order_check = false;
+  local.context.memory_limit = limit;
+  dist::run_ranks(world_size, local, [&](dist::World& world) {
+    const auto note = [&](Phase phase) {
+      current_stream().synchronize();
+      if (world.rank() == 0) {
+        const int64_t peak = Context::current()->allocator()->stats().peak_reserved;
+        reserved[phase] = std::max(reserved[phase], peak);
+      }
+    };
+    std::unique_ptr<nn::Llama> model;
+    {
+      const nn::DeferredInit deferred;
+      model = std::make_unique<nn::Llama>(job.model);
+    }
+    model->set_recompute(job.recompute);
+    const auto fsdp = dist::fully_shard(*model, world, job.fsdp);
+    fsdp->initialize(1);
+    note(Phase::kSetUp);
+    optim::AdamW adamw(fsdp->shards(), {});
+    note(Phase::kOptimizer);
+    for (int step = 0; step < 2; ++step) {
+      const Tensor ids = zeros({job.batch, job.model.context_length}, kI32);
+      const Tensor loss = model->loss(ids, ids).sum;
+      if (step == 0) note(Phase::kForward);
+      backward(loss);
+      const dist::ClippedNorm clip = fsdp->clip_grad_norm(1.0);
+      adamw.step(1e-3f, clip.factor);
+      fsdp->end_step();
+      if (step == 0) note(Phase::kBackward);
+    }
+    current_stream().synchronize();
+  });
+  return reserved;
+}
+
+std::string out_of_memory(int world_size, const Job& job, int64_t limit) {
+  try {
+    train(world_size, job, limit);
+  } catch (const OutOfMemoryError& error) {
+    return error.what();
+  }
+  return "no error";
+}
+
+bool has(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+TEST_CASE("fsdp memory: where states fill it, sharding is advised in every phase, and it fits",
+          "[fsdp]") {
+  Job job = wide_job();
+  job.fsdp.strategy = Strategy::kNoShard;
+  Job advised = job;
+  advised.fsdp.strategy = Strategy::kFullShard;
+  constexpr int kWorld = 4;
+  const std::map<Phase, int64_t> needs = train(kWorld, job, 0);
+  const std::map<Phase, int64_t> needs_less = train(kWorld, advised, 0);
+  int64_t before = 0;
+  for (const Phase phase : kPhases) {
+    // What the phases before need, and a part of what this one takes.
+    const int64_t after = needs.at(phase);
+    const int64_t limit = before + (after - before) * 3 / 4;
+    before = after;
+    INFO(fmt::format("phase {}, limit {}", static_cast<int>(phase), format_nbytes(limit)));
+    if (limit >= after) continue;  // nothing is taken in this phase
+    const std::string text = out_of_memory(kWorld, job, limit);
+    INFO(text);
+    CHECK(has(text, "for parameters, gradients, optimizer states and gathered units; less with"));
+    CHECK(has(text, "    fsdp.strategy=full_shard "));
+    CHECK(has(text, "    fsdp.offload=params_and_optimizer "));
+    CHECK(has(text, "    fsdp.offload=optimizer "));
+    CHECK(has(text, "  unit                       parameters    gradients     gathered\n"));
+    CHECK(has(text, "  blocks.0 "));
+    CHECK(has(text, "  and 5 more\n"));
+    CHECK_FALSE(has(text, "train.micro_batch"));
+    if (phase == Phase::kSetUp && needs_less.at(Phase::kBackward) > limit) continue;
+    CHECK(out_of_memory(kWorld, advised, limit) == "no error");
+  }
+  // Offload, as it advises, fits where no sharding does not.
+  Job offloaded = job;
+  offloaded.fsdp.offload = dist::Offload::kParamsAndOptimizer;
+  offloaded.fsdp.offload_window = 16384;
+  CHECK(out_of_memory(kWorld, offloaded, needs.at(Phase::kOptimizer) * 3 / 4) == "no error");
+}
+
+TEST_CASE("fsdp memory: where everything is sharded, more ranks and smaller units are advised",
+          "[fsdp]") {
+  Job job = wide_job();
+  job.fsdp.wrap = dist::wrap::whole_model();
+  const int64_t need = train(2, job, 0).at(Phase::kBackward);
+  const std::string text = out_of_memory(2, job, need / 2);
+  INFO(text);
+  CHECK(has(text, "    4 ranks instead of 2 "));
+  CHECK(has(text, "    fsdp.wrap: smaller units "));
+  CHECK(has(text, "    precision.param_dtype=bf16 "));
+  job.fsdp.wrap = nullptr;
+  CHECK(out_of_memory(2, job, need * 3 / 4) == "no error");
+}
+
+TEST_CASE("fsdp memory: where activations fill it, smaller batches and recompute are advised",
+          "[fsdp]") {
+  Job job;
+  job.model = FsdpRun::tiny_llama();
+  job.model.num_layers = 6;
+  job.batch = 128;
+  const std::map<Phase, int64_t> needs = train(1, job, 0);
+  for (const Phase phase : {Phase::kForward, Phase::kBackward}) {
+    const int64_t before = needs.at(phase == Phase::kForward ? Phase::kOptimizer : Phase::kForward);
+    const int64_t limit = before + (needs.at(phase) - before) * 3 / 4;
+    if (limit >= needs.at(phase)) continue;
+    const std::string text = out_of_memory(1, job, limit);
+    INFO(text);
+    CHECK(has(text, "for activations; less with"));
+    CHECK(has(text, "    train.micro_batch, half of it "));
+    CHECK(has(text, "    recompute.policy=full, or selective "));
+    CHECK(has(text, "    model.context, half of it "));
+    CHECK_FALSE(has(text, "fsdp.strategy"));
+    Job halved = job, recomputed = job;
+    halved.batch /= 2;
+    recomputed.recompute.kind = nn::RecomputePolicy::Kind::kFull;
+    CHECK(out_of_memory(1, halved, limit) == "no error");
+    CHECK(out_of_memory(1, recomputed, limit) == "no error");
+  }
+}
+
+}  // namespace
+}  // namespace tessera::testing
