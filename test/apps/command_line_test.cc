@@ -76,6 +76,17 @@ TEST_CASE("command_line: what is wrong is a ConfigError in one style", "[apps]")
   }
 }
 
+TEST_CASE("command_line: a word that is no subcommand is an error with the nearest", "[apps]") {
+  CommandLine app("Does something.", "tessera-something");
+  app.add_subcommand("export", "");
+  app.add_subcommand("verify", "");
+  CHECK(error_of([&] {
+          app.read({"exprot", "x"}, nullptr);
+        }) == "command line: exprot, expected one of export, verify (nearest: export)");
+  CHECK(!app.read({"verify"}, nullptr));
+  CHECK(app.got_subcommand("verify"));
+}
+
 TEST_CASE("bench: an estimate has the unit that people think in", "[apps]") {
   CHECK(estimate_text(0.01) == "about 1 s");
   CHECK(estimate_text(42) == "about 42 s");

@@ -336,6 +336,13 @@ TEST_CASE("module: print_tree shows names, shapes, parameters and notes", "[modu
                    "blocks.*\n") != std::string::npos);
   Leaf big(1000);
   CHECK(print_tree(big).find("4,000 parameters") != std::string::npos);
+  struct Gain : Module {
+    Tensor& gain = register_parameter("gain", {1}, Init::ones());
+  };
+  Gain one;
+  const std::string tree = print_tree(one);
+  CAPTURE(tree);
+  CHECK(tree.ends_with("Gain  # gain [1] f32, 1 parameter\n"));
 }
 
 }  // namespace
