@@ -19,6 +19,7 @@ required=(
   "libxxhash-dev|pkg-config --exists libxxhash"
   "zlib1g-dev|pkg-config --exists zlib"
   "libzstd-dev|pkg-config --exists libzstd"
+  "liblz4-dev|pkg-config --exists liblz4"
   "libsnappy-dev|test -e /usr/include/snappy.h"
   "catch2|pkg-config --exists catch2-with-main || pkg-config --exists catch2"
   "libdnnl-dev|echo '#include <dnnl.hpp>' | g++ -fsyntax-only -x c++ -"

@@ -8,6 +8,7 @@
 #include <set>
 
 #include "apps/data/byte_stream.h"
+#include "apps/data/parquet_files.h"
 #include "apps/data/text_files.h"
 #include "core/check.h"
 #include "core/files.h"
@@ -81,9 +82,8 @@ std::unique_ptr<FileReader> open_documents(const std::string& path,
     case FileFormat::kJsonl:
       return open_jsonl(path, compression, options);
     default:
-      break;
+      return open_parquet(path, compression, options);
   }
-  throw UnimplementedError(fmt::format("{}: Parquet", path));
 }
 
 DocumentReader::DocumentReader(std::vector<std::string> paths, DocumentOptions options)

@@ -42,6 +42,9 @@ struct DocumentOptions {
   std::string field = "text";  ///< of a JSON line (top level); the column of parquet
   bool whole_rows = false;     ///< in place of the text of `field`: the row as a JSON object. A
                                ///< line comes as it is, checked for UTF-8 only
+  std::vector<std::string> columns = {};  ///< of whole rows of parquet: those of these that are
+                                          ///< there; empty: all of strings, or lists or structs of
+                                          ///< them
   InvalidText invalid = InvalidText::kError;
   NullText null = NullText::kError;
   FileFormat format = FileFormat::kAuto;
