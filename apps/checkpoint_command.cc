@@ -12,15 +12,15 @@
 #include "apps/saved_model.h"
 #include "core/check.h"
 #include "core/files.h"
+#include "core/formats/durable_file.h"
+#include "core/formats/safetensors.h"
 #include "core/log.h"
 #include "core/runtime/allocator.h"
 #include "core/text.h"
-#include "dist/checkpoint/durable_file.h"
 #include "dist/checkpoint/export.h"
 #include "dist/checkpoint/export_dir.h"
 #include "dist/checkpoint/huggingface.h"
 #include "dist/checkpoint/reader.h"
-#include "dist/checkpoint/safetensors.h"
 
 namespace tessera::apps {
 namespace {
@@ -118,7 +118,7 @@ bool verify(const std::string& path, std::FILE* out) {
   if (has_model) {
     const std::string file = home + "/model.safetensors";
     try {
-      const dist::SafetensorsFile model(file);
+      const SafetensorsFile model(file);
       print_line(out, "{}: whole ({} tensors of step {}; it has no checksum)", file,
                  model.entries().size(), model_step(home));
     } catch (const InputError& error) {
@@ -210,11 +210,11 @@ void export_hf(const ModelState& state, const std::string& target, const ExportO
 /// For `tessera-generate`.
 void export_tessera(const ModelState& state, const std::string& target) {
   dist::ExportDirectory place(target);
-  std::vector<dist::SafetensorsEntry> entries;
+  std::vector<SafetensorsEntry> entries;
   for (const std::string& name : state.names())
     entries.push_back({name, kF32, state.shape_of(name)});
-  dist::SafetensorsWriter writer(place.path() + "/model.safetensors", std::move(entries),
-                                 {{"format", "tessera"}, {"step", std::to_string(state.step())}});
+  SafetensorsWriter writer(place.path() + "/model.safetensors", std::move(entries),
+                           {{"format", "tessera"}, {"step", std::to_string(state.step())}});
   std::vector<float> values;
   for (const std::string& name : state.names()) {
     values.resize(static_cast<size_t>(state.shape_of(name).numel()));
@@ -222,11 +222,11 @@ void export_tessera(const ModelState& state, const std::string& target) {
     writer.write(name, values.data(), static_cast<int64_t>(values.size() * sizeof(float)));
   }
   writer.finish();
-  if (!state.config().empty()) dist::write_durably(place.path() + "/config.toml", state.config());
+  if (!state.config().empty()) write_durably(place.path() + "/config.toml", state.config());
   const std::string tokenizer = state.home() + "/tokenizer.json";
   std::error_code ignored;
   if (fs::exists(tokenizer, ignored)) {
-    dist::write_durably(place.path() + "/tokenizer.json", load_tokenizer(tokenizer)->to_json());
+    write_durably(place.path() + "/tokenizer.json", load_tokenizer(tokenizer)->to_json());
   }
   place.commit();
 }

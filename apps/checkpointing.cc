@@ -5,11 +5,11 @@
 
 #include "apps/resume_keys.h"
 #include "apps/run_dir.h"
+#include "core/formats/durable_file.h"
 #include "core/log.h"
 #include "core/runtime/allocator.h"
 #include "core/text.h"
 #include "dist/checkpoint/choose.h"
-#include "dist/checkpoint/durable_file.h"
 
 namespace tessera::apps {
 namespace {
@@ -209,7 +209,7 @@ void Checkpointing::add_val_loss(const dist::Progress& progress) {
   try {
     dist::Manifest manifest = dist::CheckpointReader(dir).manifest();
     manifest.progress = progress;
-    dist::write_durably(dir + "/" + dist::kManifestName, dist::to_json(manifest));
+    write_durably(dir + "/" + dist::kManifestName, dist::to_json(manifest));
   } catch (const Error& error) {
     log_warning("{}; the checkpoint stays, without its validation loss", error.what());
   }

@@ -19,10 +19,10 @@
 #include "core/check.h"
 #include "core/fatal_signals.h"
 #include "core/files.h"
+#include "core/formats/strict_json.h"
 #include "core/log.h"
 #include "core/text.h"
 #include "dist/checkpoint/reader.h"
-#include "dist/checkpoint/strict_json.h"
 
 namespace tessera::apps {
 namespace {
@@ -52,7 +52,7 @@ std::string read_small(const std::string& path) {
 nlohmann::json parse_object(std::string_view text) {
   constexpr int kMaxDepth = 4;
   try {
-    auto object = dist::parse_strict_json("", text, kMaxDepth, "an object");
+    auto object = parse_strict_json("", text, kMaxDepth, "an object");
     return object.is_object() ? object : nlohmann::json();
   } catch (const InputError&) {
     return {};
@@ -63,7 +63,7 @@ std::string text_of(const nlohmann::json& object, const char* key) {
   return object.contains(key) && object[key].is_string() ? object[key].get<std::string>() : "";
 }
 int64_t integer_of(const nlohmann::json& object, const char* key) {
-  return object.contains(key) ? std::max<int64_t>(dist::json_size(object[key]), 0) : 0;
+  return object.contains(key) ? std::max<int64_t>(json_size(object[key]), 0) : 0;
 }
 
 std::string host_name() {

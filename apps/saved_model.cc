@@ -9,22 +9,22 @@
 #include "apps/run_dir.h"
 #include "core/autograd.h"
 #include "core/files.h"
+#include "core/formats/safetensors.h"
 #include "dist/checkpoint/reader.h"
-#include "dist/checkpoint/safetensors.h"
 #include "dist/checkpoint/stream_full.h"
 
 namespace tessera::apps {
 
 void save_model(const std::string& path, nn::Module& model, dist::Fsdp& fsdp, dist::World& world,
                 int64_t step) {
-  std::unique_ptr<dist::SafetensorsWriter> writer;
+  std::unique_ptr<SafetensorsWriter> writer;
   dist::FullSink sink;
   sink.begin = [&] {
-    std::vector<dist::SafetensorsEntry> entries;
+    std::vector<SafetensorsEntry> entries;
     for (const nn::NamedParameter& p : model.named_parameters()) {
       entries.push_back({p.name, kF32, p.parameter->tensor.shape()});
     }
-    writer = std::make_unique<dist::SafetensorsWriter>(
+    writer = std::make_unique<SafetensorsWriter>(
         path, std::move(entries),
         std::map<std::string, std::string>{{"format", "tessera"}, {"step", std::to_string(step)}});
   };
@@ -42,7 +42,7 @@ namespace fs = std::filesystem;
 constexpr const char* kModelFile = "/model.safetensors";
 
 /// The step that a model's file names, else that of a run that finished, else 0.
-int64_t step_of(const dist::SafetensorsFile& file, const std::string& dir) {
+int64_t step_of(const SafetensorsFile& file, const std::string& dir) {
   const auto found = file.metadata().find("step");
   int64_t step = 0;
   if (found != file.metadata().end()) {
@@ -69,11 +69,11 @@ class FileState final : public ModelState {
   }
   std::vector<std::string> names() const override {
     std::vector<std::string> names;
-    for (const dist::SafetensorsEntry& entry : file_.entries()) names.push_back(entry.name);
+    for (const SafetensorsEntry& entry : file_.entries()) names.push_back(entry.name);
     return names;
   }
   Shape shape_of(const std::string& name) const override {
-    const dist::SafetensorsEntry& entry = file_.find(name);
+    const SafetensorsEntry& entry = file_.find(name);
     if (entry.dtype == kF32) return entry.shape;
     throw InputError(
         fmt::format("{}: tensor {} is {} {}, expected f32", path_, name, entry.dtype, entry.shape));
@@ -84,7 +84,7 @@ class FileState final : public ModelState {
   }
 
  private:
-  dist::SafetensorsFile file_;
+  SafetensorsFile file_;
 };
 
 constexpr std::string_view kParameters = "parameters/";
@@ -163,7 +163,7 @@ States find_states(const std::string& path) {
 int64_t model_step(const std::string& dir) {
   if (!has_model(dir)) return -1;
   try {
-    return step_of(dist::SafetensorsFile(dir + kModelFile), dir);
+    return step_of(SafetensorsFile(dir + kModelFile), dir);
   } catch (const InputError&) {
     return 0;  // damaged: it is named when it is read
   }

@@ -8,8 +8,8 @@
 
 #include "core/check.h"
 #include "core/files.h"
+#include "core/formats/strict_json.h"
 #include "core/text.h"
-#include "dist/checkpoint/strict_json.h"
 
 namespace tessera::apps {
 namespace {
@@ -199,13 +199,13 @@ std::unique_ptr<Tokenizer> parse_tokenizer(std::string_view json, const std::str
   const auto fail = [&](const std::string& found, std::string_view expected) {
     throw InputError(fmt::format("{}: {}, expected {}", name, found, expected));
   };
-  constexpr dist::JsonRules kRules{.max_depth = 16, .num_free_elements = kMaxChars};
-  const auto parsed = dist::parse_strict_json(name, json, kRules, "a saved tokenizer");
+  constexpr JsonRules kRules{.max_depth = 16, .num_free_elements = kMaxChars};
+  const auto parsed = parse_strict_json(name, json, kRules, "a saved tokenizer");
   if (!parsed.is_object()) fail("not a JSON object", "a saved tokenizer");
   const auto type = parsed.find("type");
   if (type == parsed.end() || !type->is_string()) fail("no type", "\"type\": \"byte\" or \"char\"");
   if (*type == "byte") return make_byte_tokenizer();
-  if (*type != "char") fail(fmt::format("type {}", dist::json_text(*type)), "\"byte\" or \"char\"");
+  if (*type != "char") fail(fmt::format("type {}", json_text(*type)), "\"byte\" or \"char\"");
   const auto chars = parsed.find("chars");
   if (chars == parsed.end() || !chars->is_array() || chars->empty()) {
     fail("no characters", "\"chars\": [...]");
@@ -215,10 +215,10 @@ std::unique_ptr<Tokenizer> parse_tokenizer(std::string_view json, const std::str
   for (const auto& entry : *chars) {
     const std::string text = entry.is_string() ? entry.get<std::string>() : "";
     if (text.empty() || utf8_length(text, 0) != text.size()) {
-      fail(fmt::format("entry {} is {}", list.size(), dist::json_text(entry)), "one character");
+      fail(fmt::format("entry {} is {}", list.size(), json_text(entry)), "one character");
     }
     if (!seen.insert(text).second) {
-      fail(fmt::format("character {} twice", dist::json_text(entry)), "each once");
+      fail(fmt::format("character {} twice", json_text(entry)), "each once");
     }
     list.push_back(text);
   }

@@ -6,8 +6,8 @@
 
 #include "core/check.h"
 #include "core/dtype.h"
-#include "dist/checkpoint/durable_file.h"
-#include "dist/checkpoint/safetensors.h"
+#include "core/formats/durable_file.h"
+#include "core/formats/safetensors.h"
 
 namespace tessera::dist {
 namespace {

@@ -12,10 +12,10 @@
 
 #include "core/check.h"
 #include "core/files.h"
+#include "core/formats/durable_file.h"
+#include "core/formats/strict_json.h"
 #include "core/log.h"
-#include "dist/checkpoint/durable_file.h"
 #include "dist/checkpoint/manifest.h"
-#include "dist/checkpoint/strict_json.h"
 
 namespace tessera::dist {
 namespace {

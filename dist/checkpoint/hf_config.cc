@@ -4,9 +4,9 @@
 #include <optional>
 #include <set>
 
+#include "core/formats/strict_json.h"
 #include "core/log.h"
 #include "core/text.h"
-#include "dist/checkpoint/strict_json.h"
 
 namespace tessera::dist {
 namespace {

@@ -6,8 +6,8 @@
 #include <string_view>
 #include <vector>
 
+#include "core/formats/safetensors.h"
 #include "dist/checkpoint/hf_config.h"
-#include "dist/checkpoint/safetensors.h"
 
 namespace tessera::dist {
 

@@ -6,8 +6,8 @@
 #include <nlohmann/json.hpp>
 #include <set>
 
+#include "core/formats/durable_file.h"
 #include "core/text.h"
-#include "dist/checkpoint/durable_file.h"
 #include "dist/checkpoint/state.h"
 #include "dist/checkpoint/stream_full.h"
 

@@ -7,11 +7,11 @@
 #include <unordered_map>
 #include <vector>
 
+#include "core/formats/safetensors.h"
 #include "dist/checkpoint/export_dir.h"
 #include "dist/checkpoint/hf_config.h"
 #include "dist/checkpoint/hf_files.h"
 #include "dist/checkpoint/hf_names.h"
-#include "dist/checkpoint/safetensors.h"
 #include "dist/fsdp/fully_shard.h"
 
 // Models in the form of Hugging Face's transformers: a directory with config.json and

@@ -8,9 +8,9 @@
 #include <set>
 
 #include "core/check.h"
+#include "core/formats/safetensors.h"
+#include "core/formats/strict_json.h"
 #include "core/text.h"
-#include "dist/checkpoint/safetensors.h"
-#include "dist/checkpoint/strict_json.h"
 
 namespace tessera::dist {
 namespace {

@@ -12,8 +12,8 @@
 
 #include "core/check.h"
 #include "core/files.h"
+#include "core/formats/durable_file.h"
 #include "core/text.h"
-#include "dist/checkpoint/durable_file.h"
 
 namespace tessera::dist {
 namespace {

@@ -8,8 +8,8 @@
 #include <unordered_map>
 #include <vector>
 
+#include "core/formats/safetensors.h"
 #include "dist/checkpoint/manifest.h"
-#include "dist/checkpoint/safetensors.h"
 
 namespace tessera::dist {
 

@@ -7,9 +7,9 @@
 #include <string>
 #include <vector>
 
+#include "core/formats/safetensors.h"
 #include "dist/checkpoint/manifest.h"
 #include "dist/checkpoint/reader.h"
-#include "dist/checkpoint/safetensors.h"
 #include "dist/fsdp/fully_shard.h"
 #include "dist/fsdp/scaler.h"
 #include "optim/optimizer.h"

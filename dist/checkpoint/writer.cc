@@ -20,9 +20,9 @@
 #include <thread>
 
 #include "core/check.h"
+#include "core/formats/durable_file.h"
 #include "core/log.h"
 #include "core/profiler.h"
-#include "dist/checkpoint/durable_file.h"
 #include "dist/checkpoint/reader.h"
 
 namespace tessera::dist {

@@ -19,7 +19,7 @@
 #include "apps/run_control.h"
 #include "apps/saved_model.h"
 #include "apps/trainer.h"
-#include "dist/checkpoint/durable_file.h"
+#include "core/formats/durable_file.h"
 #include "dist/checkpoint/reader.h"
 #include "dist/comm/local.h"
 #include "test/apps/runs.h"
@@ -692,7 +692,7 @@ TEST_CASE("run dir: a checkpoint without a configuration says so", "[run_dir]") 
   const std::string step = dir / "out/step-00000006";
   dist::Manifest manifest = dist::CheckpointReader(step).manifest();
   manifest.progress.config.clear();
-  dist::write_durably(step + "/manifest.json", dist::to_json(manifest));
+  write_durably(step + "/manifest.json", dist::to_json(manifest));
   const std::string expected =
       step +
       ": no configuration in it (it is of a model of one's own), expected that of "

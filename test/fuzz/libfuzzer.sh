@@ -13,8 +13,8 @@ sources=(test/fuzz/libfuzzer.cc test/fuzz/targets.cc apps/config.cc apps/config_
   dist/checkpoint/hf_files.cc dist/checkpoint/hf_names.cc dist/checkpoint/huggingface.cc
   core/check.cc core/dtype.cc core/fault_guard.cc core/files.cc core/log.cc core/random.cc
   core/shape.cc core/text.cc
-  dist/checkpoint/durable_file.cc dist/checkpoint/hf_config.cc dist/checkpoint/manifest.cc dist/checkpoint/safetensors.cc
-  dist/checkpoint/strict_json.cc)
+  core/formats/durable_file.cc dist/checkpoint/hf_config.cc dist/checkpoint/manifest.cc core/formats/safetensors.cc
+  core/formats/strict_json.cc)
 cd "$root"
 # What the parsers do not call of their neighbours (models are made in the same file) is not there.
 clang++ -std=c++20 -g -O1 -mf16c -fsanitize=fuzzer,address,undefined -fno-sanitize=vptr -fno-sanitize-recover=undefined -no-pie \

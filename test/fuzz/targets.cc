@@ -12,9 +12,9 @@
 #include "apps/run_dir.h"
 #include "apps/tokenizer.h"
 #include "core/check.h"
+#include "core/formats/safetensors.h"
 #include "dist/checkpoint/hf_config.h"
 #include "dist/checkpoint/manifest.h"
-#include "dist/checkpoint/safetensors.h"
 
 namespace tessera::fuzz {
 namespace {
@@ -40,9 +40,9 @@ void touch(const void* data, int64_t nbytes) {
 }
 
 void run_safetensors(std::string_view bytes) {
-  const dist::SafetensorsFile file(as_file(bytes));
+  const SafetensorsFile file(as_file(bytes));
   int64_t total = 0;
-  for (const dist::SafetensorsEntry& entry : file.entries()) {
+  for (const SafetensorsEntry& entry : file.entries()) {
     touch(file.data(entry), entry.nbytes());
     total += entry.nbytes();
     if (&file.find(entry.name) != &entry) std::abort();
@@ -53,14 +53,14 @@ void run_safetensors(std::string_view bytes) {
 std::vector<std::string> seeds_safetensors() {
   std::vector<std::string> seeds;
   for (const int count : {0, 1, 5, 60}) {
-    std::vector<dist::SafetensorsEntry> entries;
+    std::vector<SafetensorsEntry> entries;
     int64_t nbytes = 0;
     for (int i = 0; i < count; ++i) {
       const DType dtype = i % 3 == 0 ? kF32 : i % 3 == 1 ? kBF16 : kI64;
       entries.push_back({"blocks." + std::to_string(i) + ".weight", dtype, Shape{i % 4, 3, 2}});
       nbytes += entries.back().nbytes();
     }
-    seeds.push_back(dist::safetensors_header(entries, {{"format", "pt"}}) +
+    seeds.push_back(safetensors_header(entries, {{"format", "pt"}}) +
                     std::string(static_cast<size_t>(nbytes), 'x'));
   }
   return seeds;

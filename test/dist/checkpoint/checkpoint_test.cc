@@ -249,7 +249,7 @@ TEST_CASE("checkpoint: ranks read what they need and write each element once", "
     REQUIRE(reader.manifest().files.size() == 4);
     int64_t data = 0;
     for (const dist::FileRecord& file : reader.manifest().files) {
-      const dist::SafetensorsFile f(saved->checkpoint() + "/" + file.name);
+      const SafetensorsFile f(saved->checkpoint() + "/" + file.name);
       for (const auto& entry : f.entries()) data += entry.nbytes();
       CHECK(file.nbytes < total / 2);
     }

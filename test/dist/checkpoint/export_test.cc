@@ -69,13 +69,13 @@ TEST_CASE("checkpoint export: the parameters in one file, to the bit", "[checkpo
     const dist::CheckpointReader reader(example.checkpoint());
     const std::string path = example.dir / "model.safetensors";
     dist::export_parameters(reader, path);
-    const dist::SafetensorsFile file(path);
+    const SafetensorsFile file(path);
     size_t num_tensors = 0, num_low = 0;
     for (const auto& [name, bytes] : example.state.tensors()) {
       if (!name.starts_with("parameters/")) continue;
       ++num_tensors;
       CAPTURE(name);
-      const dist::SafetensorsEntry& entry = file.find(name.substr(11));
+      const SafetensorsEntry& entry = file.find(name.substr(11));
       CHECK(entry.dtype == kF32);
       CHECK(entry.shape == reader.manifest().find(name)->shape);
       if (reader.manifest().find(name)->dtype == kF32) {

@@ -15,8 +15,8 @@
 #include <nlohmann/json.hpp>
 #include <thread>
 
+#include "core/formats/durable_file.h"
 #include "dist/checkpoint/choose.h"
-#include "dist/checkpoint/durable_file.h"
 #include "dist/checkpoint/stream_full.h"
 #include "test/dist/checkpoint/cases.h"
 
@@ -369,7 +369,7 @@ TEST_CASE("checkpoint faults: F30: killed while a step is saved again or old one
 
 TEST_CASE("durable file: the same bytes past the page cache, through it, and in turns",
           "[checkpoint]") {
-  constexpr int64_t kNbytes = int64_t{3} << 20, kAlign = dist::DurableFile::kDirectNbytes;
+  constexpr int64_t kNbytes = int64_t{3} << 20, kAlign = DurableFile::kDirectNbytes;
   const std::unique_ptr<char, decltype(&std::free)> memory(
       static_cast<char*>(std::aligned_alloc(kAlign, kNbytes)), &std::free);
   for (int64_t i = 0; i < kNbytes; ++i) memory.get()[i] = static_cast<char>(i * 2654435761 >> 11);
@@ -384,7 +384,7 @@ TEST_CASE("durable file: the same bytes past the page cache, through it, and in 
       set_faults(kind);
       int64_t done = 0;
       {
-        dist::DurableFile file(path, kNbytes);
+        DurableFile file(path, kNbytes);
         for (const int64_t count : patterns[p]) {
           file.write(memory.get() + done, count);
           done += count;
@@ -405,8 +405,8 @@ TEST_CASE("durable file: what is logged stays out of it where standard descripto
   const pid_t child = ::fork();
   if (child == 0) {
     for (const int fd : {0, 1, 2}) ::close(fd);
-    dist::DurableFile file(dir / "file", 8);
-    dist::SafetensorsWriter writer(dir / "weights", {{"w", kU8, {2}}});
+    DurableFile file(dir / "file", 8);
+    SafetensorsWriter writer(dir / "weights", {{"w", kU8, {2}}});
     for (const int fd : {0, 1, 2}) {
       if (::write(fd, "log", 3) >= 0) ::_exit(1);
     }
@@ -517,7 +517,7 @@ TEST_CASE("checkpoint faults: F11: any flipped byte is found, named, and the pre
   std::string last;
   write_bytes(bytes);
   {
-    const dist::SafetensorsFile file(path);
+    const SafetensorsFile file(path);
     last = file.entries().back().name;
   }
   write_bytes(damaged);
@@ -890,14 +890,14 @@ TEST_CASE("checkpoint faults: case 36: a slow disk under a full save holds up no
   std::atomic<size_t> num_parameters = 0;
   run_fsdp_on_threads(
       3, still_run([&](const dist::TrainingState& state, dist::World& w) {
-        std::vector<dist::SafetensorsEntry> entries;
+        std::vector<SafetensorsEntry> entries;
         for (const nn::NamedParameter& p : state.model->named_parameters()) {
           entries.push_back({p.name, kF32, p.parameter->tensor.shape()});
         }
         num_parameters = entries.size();
-        std::unique_ptr<dist::SafetensorsWriter> writer;
+        std::unique_ptr<SafetensorsWriter> writer;
         dist::FullSink sink;
-        sink.begin = [&] { writer = std::make_unique<dist::SafetensorsWriter>(path, entries); };
+        sink.begin = [&] { writer = std::make_unique<SafetensorsWriter>(path, entries); };
         sink.write = [&](const std::string& name, const float* values, int64_t numel) {
           writer->write(name, values, numel * static_cast<int64_t>(sizeof(float)));
         };
@@ -910,7 +910,7 @@ TEST_CASE("checkpoint faults: case 36: a slow disk under a full save holds up no
       }));
   set_faults(Faults::kNone);
   CHECK(num_turns >= 3);
-  CHECK(dist::SafetensorsFile(path).entries().size() == num_parameters);
+  CHECK(SafetensorsFile(path).entries().size() == num_parameters);
 }
 
 TEST_CASE("checkpoint faults: F38: a file that one rank alone finds damaged is the verdict of all",

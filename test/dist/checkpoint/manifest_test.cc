@@ -3,8 +3,8 @@
 #include <filesystem>
 #include <nlohmann/json.hpp>
 
+#include "core/formats/strict_json.h"
 #include "dist/checkpoint/reader.h"
-#include "dist/checkpoint/strict_json.h"
 #include "test/temp_dir.h"
 #include "test/testing.h"
 

@@ -1,4 +1,4 @@
-#include "dist/checkpoint/durable_file.h"
+#include "core/formats/durable_file.h"
 
 #include <fcntl.h>
 #include <stdio.h>
@@ -14,7 +14,7 @@
 #include "core/check.h"
 #include "core/files.h"
 
-namespace tessera::dist {
+namespace tessera {
 namespace {
 
 std::string parent_of(const std::string& path) {
@@ -154,4 +154,4 @@ void sync_directory(const std::string& path) {
   if (error != 0) throw IoError(describe_io_error(path, error, 0));
 }
 
-}  // namespace tessera::dist
+}  // namespace tessera

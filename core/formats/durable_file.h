@@ -4,7 +4,7 @@
 #include <string>
 #include <string_view>
 
-namespace tessera::dist {
+namespace tessera {
 
 /// A file that appears under its name complete and on the disk, or not at all: it is written under
 /// `path`.tmp, and `commit` flushes it, renames it and flushes the directory. Without `commit`
@@ -55,4 +55,4 @@ void sync_directory(const std::string& path);
 /// "checkpoint: the system's reason", with bytes needed and free where the disk is full.
 std::string describe_io_error(const std::string& path, int error, int64_t nbytes_needed);
 
-}  // namespace tessera::dist
+}  // namespace tessera

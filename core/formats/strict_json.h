@@ -4,7 +4,7 @@
 #include <string>
 #include <string_view>
 
-namespace tessera::dist {
+namespace tessera {
 
 struct JsonRules {
   int max_depth = 8;
@@ -32,4 +32,4 @@ int64_t json_size(const nlohmann::json& value);
 /// The value in a message: as JSON, shortened.
 std::string json_text(const nlohmann::json& value);
 
-}  // namespace tessera::dist
+}  // namespace tessera

@@ -18,7 +18,7 @@
 // {"name": {"dtype": "F32", "shape": [..], "data_offsets": [begin, end]}, "__metadata__": {..}},
 // then the bytes of the tensors, which cover the rest of the file without gaps.
 
-namespace tessera::dist {
+namespace tessera {
 
 /// The element type of a tensor in a file: one of ours, or one that tensors here do not have (I8,
 /// U32, F8_E4M3, ...), whose bytes can be read all the same.
@@ -114,12 +114,12 @@ class SafetensorsWriter {
   int fd_ = -1;
 };
 
-}  // namespace tessera::dist
+}  // namespace tessera
 
 /// Ours as they are called here, the others as in the file.
 template <>
-struct fmt::formatter<tessera::dist::StoredDType> : fmt::formatter<std::string_view> {
-  auto format(tessera::dist::StoredDType dtype, fmt::format_context& ctx) const {
+struct fmt::formatter<tessera::StoredDType> : fmt::formatter<std::string_view> {
+  auto format(tessera::StoredDType dtype, fmt::format_context& ctx) const {
     const auto ours = dtype.ours();
     return fmt::formatter<std::string_view>::format(ours ? name_of(*ours) : dtype.name(), ctx);
   }

@@ -1,4 +1,4 @@
-#include "dist/checkpoint/safetensors.h"
+#include "core/formats/safetensors.h"
 
 #include <cstring>
 
@@ -6,7 +6,6 @@
 #include "test/testing.h"
 
 using namespace tessera;
-using namespace tessera::dist;
 using tessera::testing::error_of;
 using tessera::testing::read_file;
 using tessera::testing::TempDir;

@@ -1,4 +1,4 @@
-#include "dist/checkpoint/strict_json.h"
+#include "core/formats/strict_json.h"
 
 #include <algorithm>
 #include <cmath>
@@ -10,7 +10,7 @@
 #include "core/check.h"
 #include "core/text.h"
 
-namespace tessera::dist {
+namespace tessera {
 namespace {
 
 using nlohmann::json;
@@ -183,4 +183,4 @@ std::string json_text(const json& value) {
   return shorten(value.dump(-1, ' ', false, json::error_handler_t::replace));
 }
 
-}  // namespace tessera::dist
+}  // namespace tessera

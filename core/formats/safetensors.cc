@@ -1,4 +1,4 @@
-#include "dist/checkpoint/safetensors.h"
+#include "core/formats/safetensors.h"
 
 #include <fmt/ranges.h>
 #include <unistd.h>
@@ -11,11 +11,11 @@
 #include <utility>
 
 #include "core/check.h"
+#include "core/formats/durable_file.h"
+#include "core/formats/strict_json.h"
 #include "core/text.h"
-#include "dist/checkpoint/durable_file.h"
-#include "dist/checkpoint/strict_json.h"
 
-namespace tessera::dist {
+namespace tessera {
 namespace {
 
 using nlohmann::json;
@@ -366,4 +366,4 @@ void SafetensorsWriter::fail(std::string_view what) const {
   throw IoError(fmt::format("{}: cannot be written: {}", path_, what));
 }
 
-}  // namespace tessera::dist
+}  // namespace tessera
