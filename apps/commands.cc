@@ -93,6 +93,7 @@ int train_command(const std::vector<std::string>& arguments, dist::World& world)
   world.check_launcher(config.dist.single_process);
   const SignalHandlers handlers;
   train(config, world);
+  SignalHandlers::end_run();
   return 0;
 }
 

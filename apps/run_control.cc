@@ -33,7 +33,7 @@ constexpr int kIgnored[] = {SIGPIPE, SIGXFSZ};  // the write says so
 constexpr int64_t kSameRequest_ns = 100'000'000;
 
 std::atomic<const char*> cause_of_preemption{nullptr};  // null: none
-std::atomic<bool> is_stepping{false};
+std::atomic<bool> is_stepping{false}, is_over{false};
 std::atomic<int64_t> first_end_ns{0}, first_user_ns{0};
 static_assert(std::atomic<int64_t>::is_always_lock_free && std::atomic<bool>::is_always_lock_free &&
               std::atomic<const char*>::is_always_lock_free);
@@ -73,7 +73,7 @@ void on_signal(int number) {
         ::strncat(why, signal->name, sizeof(why) - std::strlen(why) - 1);
         end_by(number, why);
       }
-    } else if (signal->ends_soon) {
+    } else if (signal->ends_soon && !is_over) {
       dist::Watchdog::notify_terminate();
     }
   }
@@ -95,7 +95,7 @@ void warn_before_cpu_limit() {
 
 SignalHandlers::SignalHandlers() {
   forget_preemption();
-  is_stepping = false;
+  is_stepping = is_over = false;
   first_end_ns = first_user_ns = 0;
   warn_before_cpu_limit();
   for (size_t i = 0; i < std::size(kIgnored); ++i) {
@@ -116,6 +116,7 @@ SignalHandlers::SignalHandlers() {
 }
 
 SignalHandlers::~SignalHandlers() {
+  if (is_over) return;
   for (size_t i = 0; i < std::size(kHandled); ++i) {
     ::sigaction(kHandled[i].number, &previous[i], nullptr);
   }
@@ -126,6 +127,12 @@ SignalHandlers::~SignalHandlers() {
 
 void SignalHandlers::begin_steps() {
   is_stepping = true;
+}
+
+void SignalHandlers::end_run() {
+  is_stepping = true;  // also of a run that had no step left
+  first_end_ns = first_user_ns = 0;
+  is_over = true;
 }
 
 void request_preemption(const char* cause) {

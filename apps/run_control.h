@@ -23,7 +23,8 @@
 // themselves (from the kernel and the shell; once a second). Before the first step there is nothing
 // to save, and a process that is blocked in a read would not notice: it ends at once, as it does
 // everywhere of a signal it cannot survive ([Note: Death by a signal]). A SIGHUP that whoever
-// started the process had it ignore (nohup) stays ignored. Files that reach a limit (SIGXFSZ) are
+// started the process had it ignore (nohup) stays ignored. A signal that comes when the run is over
+// has come too late to ask for anything, and the exit status stays 0. Files that reach a limit (SIGXFSZ) are
 // errors of the write.
 
 namespace tessera::apps {
@@ -38,6 +39,9 @@ class SignalHandlers {
 
   /// The first step is about to begin: from here on the end of a step follows a signal.
   static void begin_steps();
+  /// The run is over, with all that a signal could ask for: until the process exits (its ranks may
+  /// still part from each other) a first signal changes nothing. The handlers outlive this object.
+  static void end_run();
 
  private:
   FatalSignalHandlers fatal_;

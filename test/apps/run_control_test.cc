@@ -123,6 +123,24 @@ TEST_CASE("run_control: before the first step a signal ends a process that is bl
   }
 }
 
+TEST_CASE("run_control: a signal that comes when the run is over changes nothing",
+          "[run_control]") {
+  for (const auto& [number, name] : kAsk) {
+    CAPTURE(name);
+    const int status = end_of_child({number}, [&](const auto& say_ready, const auto&) {
+      {
+        const SignalHandlers handlers;
+        SignalHandlers::end_run();
+      }
+      say_ready();
+      while (!is_preemption_requested()) ::usleep(1000);
+      ::_exit(17);
+    });
+    CHECK(WIFEXITED(status));
+    CHECK(WEXITSTATUS(status) == 17);
+  }
+}
+
 TEST_CASE(
     "run_control: the second of an impatient person ends at once, what repeats itself does not",
     "[run_control]") {
