@@ -1,6 +1,6 @@
 #!/bin/bash
 # libfuzzer.sh ROOT TARGET [LIBFUZZER_OPTION...]: builds one target (safetensors, manifest, hf_config,
-# token_shard, tokenizer, run, config) with clang's libFuzzer, AddressSanitizer and UBSan, and runs it from the corpus in
+# token_shard, tokenizer, run, config, parquet, json_line) with clang's libFuzzer, AddressSanitizer and UBSan, and runs it from the corpus in
 # test/fuzz/corpus with the target's dictionary. For example: test/fuzz/libfuzzer.sh . manifest -max_total_time=600
 set -euo pipefail
 root=$(cd "$1" && pwd)
@@ -8,7 +8,9 @@ target=$2
 shift 2
 build=${TESSERA_FUZZ_BUILD:-/tmp/tessera-fuzz}
 mkdir -p "$build/corpus-$target"
-sources=(test/fuzz/libfuzzer.cc test/fuzz/targets.cc apps/config.cc apps/config_parse.cc apps/config_table.cc core/settings.cc apps/data.cc apps/model_from.cc
+sources=(test/fuzz/libfuzzer.cc test/fuzz/targets.cc test/fuzz/data_targets.cc core/formats/parquet/*.cc
+  apps/data/byte_stream.cc apps/data/json_line.cc apps/data/parquet_files.cc apps/data/row_assembler.cc core/utf8.cc
+  apps/config.cc apps/config_parse.cc apps/config_table.cc core/settings.cc apps/data.cc apps/model_from.cc
   apps/run_dir.cc apps/tokenizer.cc core/fatal_signals.cc core/runtime/allocator.cc
   dist/checkpoint/hf_files.cc dist/checkpoint/hf_names.cc dist/checkpoint/huggingface.cc
   core/check.cc core/dtype.cc core/fault_guard.cc core/files.cc core/log.cc core/random.cc
@@ -17,8 +19,8 @@ sources=(test/fuzz/libfuzzer.cc test/fuzz/targets.cc apps/config.cc apps/config_
   core/formats/strict_json.cc)
 cd "$root"
 # What the parsers do not call of their neighbours (models are made in the same file) is not there.
-clang++ -std=c++20 -g -O1 -mf16c -fsanitize=fuzzer,address,undefined -fno-sanitize=vptr -fno-sanitize-recover=undefined -no-pie \
-  -I. -DTESSERA_FUZZ_TARGET="\"$target\"" "${sources[@]}" -Wl,--unresolved-symbols=ignore-all -lfmt -lxxhash \
+clang++ -std=c++20 -g -O1 -march=x86-64-v3 -fsanitize=fuzzer,address,undefined -fno-sanitize=vptr -fno-sanitize-recover=undefined -no-pie \
+  -I. -DTESSERA_FUZZ_TARGET="\"$target\"" "${sources[@]}" -Wl,--unresolved-symbols=ignore-all -lfmt -lxxhash -lz -lzstd -lsnappy -llz4 \
   -o "$build/$target"
 TESSERA_FUZZ_DICTIONARY="$build/$target.dict" "$build/$target"
 seeds="test/fuzz/corpus/$target"

@@ -18,8 +18,9 @@
 
 namespace tessera::fuzz {
 namespace {
+volatile unsigned sink;
+}  // namespace
 
-/// The bytes as a file; its path. The next call replaces it.
 std::string as_file(std::string_view bytes) {
   static int fd = -1;
   if (fd >= 0) ::close(fd);
@@ -30,14 +31,13 @@ std::string as_file(std::string_view bytes) {
   return "/proc/self/fd/" + std::to_string(fd);
 }
 
-volatile unsigned sink;
-
-/// Reads every byte, so that a range outside of the file is found.
 void touch(const void* data, int64_t nbytes) {
   unsigned sum = 0;
   for (int64_t i = 0; i < nbytes; ++i) sum += static_cast<const unsigned char*>(data)[i];
   sink = sum;
 }
+
+namespace {
 
 void run_safetensors(std::string_view bytes) {
   const SafetensorsFile file(as_file(bytes));
@@ -267,15 +267,19 @@ std::vector<std::string> words_token_shard() {
 }  // namespace
 
 const std::vector<Target>& targets() {
-  static const std::vector<Target> all = {
-      {"safetensors", run_safetensors, seeds_safetensors, words_safetensors},
-      {"manifest", run_manifest, seeds_manifest, words_manifest},
-      {"hf_config", run_hf_config, seeds_hf_config, words_hf_config},
-      {"token_shard", run_token_shard, seeds_token_shard, words_token_shard},
-      {"tokenizer", run_tokenizer, seeds_tokenizer, words_tokenizer},
-      {"run", run_run, seeds_run, words_run},
-      {"config", run_config, seeds_config, words_config},
-  };
+  static const std::vector<Target> all = [] {
+    std::vector<Target> list = {
+        {"safetensors", run_safetensors, seeds_safetensors, words_safetensors},
+        {"manifest", run_manifest, seeds_manifest, words_manifest},
+        {"hf_config", run_hf_config, seeds_hf_config, words_hf_config},
+        {"token_shard", run_token_shard, seeds_token_shard, words_token_shard},
+        {"tokenizer", run_tokenizer, seeds_tokenizer, words_tokenizer},
+        {"run", run_run, seeds_run, words_run},
+        {"config", run_config, seeds_config, words_config},
+    };
+    for (const Target& target : data_targets()) list.push_back(target);
+    return list;
+  }();
   return all;
 }
 

@@ -19,6 +19,13 @@ struct Target {
 };
 
 const std::vector<Target>& targets();
+/// Those of texts and tables to train on.
+std::vector<Target> data_targets();
+
+/// The bytes as a file; its path. The next call replaces it.
+std::string as_file(std::string_view bytes);
+/// Reads every byte, so that a range outside of the file is found.
+void touch(const void* data, int64_t nbytes);
 
 /// Runs the target; an Error is right, anything else passes through. True if the bytes were taken.
 bool accepts(const Target& target, std::string_view bytes);

@@ -74,6 +74,22 @@ def main():
     # As pyarrow writes it, with a column that is no text beside it.
     table = pyarrow.table({"id": list(range(ROWS)), "text": [row["plain"] for row in rows]})
     pyarrow.parquet.write_table(table, folder / "defaults.parquet")
+    # Small ones for test/fuzz.
+    corpus = pathlib.Path(__file__).parent.parent / "fuzz" / "corpus" / "parquet"
+    corpus.mkdir(exist_ok=True)
+    few = pyarrow.Table.from_pylist(rows[:3], schema=SCHEMA)
+    for name, columns, codec, version in (
+            ("flat", ["plain", "dict_null", "delta_length", "delta_null"], "none", "1.0"),
+            ("packed", ["dict", "plain_null"], "snappy", "2.0"),
+            ("nested", ["messages", "nested"], "zstd", "1.0"),
+            ("struct", ["meta", "tags"], "gzip", "2.0"),
+            ("lz4", ["delta_length_null", "nothing"], "lz4", "1.0")):
+        table = few.select(columns).replace_schema_metadata(None)
+        pyarrow.parquet.write_table(
+            table, corpus / f"{name}.parquet", compression=codec, data_page_version=version,
+            use_dictionary=[c for c in columns if c.startswith("dict")], store_schema=False,
+            column_encoding={c: e for c, e in encodings.items() if c in columns} or None,
+            write_statistics=False)
 
 
 if __name__ == "__main__":
