@@ -138,15 +138,11 @@ void check_data(const Config& config) {
 
 void check_rounding(const Config& config) {
   if (!config.optim.stochastic_rounding) return;
-  const auto fail = [&](const char* key, std::string_view value, const char* expected) {
-    fail_at(config, "optim.stochastic_rounding",
-            "optim.stochastic_rounding = true with {} = {}, expected {}", key, value, expected);
-  };
   if (config.precision.param_dtype == kF32) {  // auto: resolved later
-    fail("precision.param_dtype", name_of(kF32), "bf16 or f16");
+    fail_at(config, "optim.stochastic_rounding",
+            "optim.stochastic_rounding = true with precision.param_dtype = f32, expected bf16 or "
+            "f16");
   }
-  const OptimizerName name = config.optim.name;
-  if (name != OptimizerName::kAdamW) fail("optim.name", name_of(name), "adamw");
 }
 
 void check_schedule(const Config& config) {
@@ -238,6 +234,9 @@ std::string derived_defaults(const Config& config) {
   }
   if (!config.is_given("optim.final_lr") && o.schedule.kind != optim::ScheduleKind::kConstant) {
     all.push_back(fmt::format("optim.final_lr = {} (a tenth of optim.lr)", o.schedule.final_lr));
+  }
+  if (o.name == OptimizerName::kLion && !config.is_given("optim.beta2")) {
+    all.push_back(fmt::format("optim.beta2 = {} (that of lion)", o.adamw.beta2));
   }
   return fmt::format("{}", fmt::join(all, "; "));
 }

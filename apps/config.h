@@ -20,6 +20,7 @@
 #include "nn/generate.h"
 #include "nn/transformer.h"
 #include "optim/adamw.h"
+#include "optim/lion.h"
 #include "optim/schedule.h"
 #include "optim/sgd.h"
 
@@ -74,14 +75,16 @@ struct SampleConfig {
   std::string prompt = "\n";
 };
 
-enum class OptimizerName : unsigned char { kAdamW, kSgd };
+enum class OptimizerName : unsigned char { kAdamW, kLion, kSgd };
 constexpr auto enum_names(OptimizerName) {
-  return std::to_array<EnumName<OptimizerName>>(
-      {{OptimizerName::kAdamW, "adamw"}, {OptimizerName::kSgd, "sgd"}});
+  return std::to_array<EnumName<OptimizerName>>({{OptimizerName::kAdamW, "adamw"},
+                                                 {OptimizerName::kLion, "lion"},
+                                                 {OptimizerName::kSgd, "sgd"}});
 }
 struct OptimConfig {
   OptimizerName name = OptimizerName::kAdamW;
-  optim::AdamWOptions adamw = {.beta2 = 0.95, .weight_decay = 0.1};  ///< the decay: of sgd as well
+  /// Betas: of lion as well; the decay: of all.
+  optim::AdamWOptions adamw = {.beta2 = 0.95, .weight_decay = 0.1};
   optim::SgdOptions sgd = {.momentum = 0.9};
   optim::ScheduleOptions schedule = {.final_lr = 1e-4};
   bool stochastic_rounding = false;

@@ -230,6 +230,9 @@ void derive_defaults(Config& config) {
   if (!config.model.from.empty() && !config.is_given("optim.lr")) {
     o.schedule.peak_lr = kFineTuningLr;
   }
+  if (o.name == OptimizerName::kLion && !config.is_given("optim.beta2")) {
+    o.adamw.beta2 = optim::LionOptions().beta2;
+  }
   if (!config.is_given("optim.final_lr")) o.schedule.final_lr = tenth_of(o.schedule.peak_lr);
 }
 

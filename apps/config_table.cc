@@ -226,7 +226,7 @@ void add_optim(ConfigTable& t, Config& c) {
   using Kind = optim::ScheduleKind;
   OptimConfig& o = c.optim;
   const Kind kind = o.schedule.kind;
-  const bool is_adamw = o.name == OptimizerName::kAdamW;
+  const bool is_adamw = o.name == OptimizerName::kAdamW, is_sgd = o.name == OptimizerName::kSgd;
   const int64_t steps_to_decay = c.train.steps - o.schedule.warmup_steps;
   t.add("optim.name", o.name, "optimizer").on_resume(ResumeKind::kIdentity).also("optimizer");
   t.add("optim.lr", o.schedule.peak_lr, kNotNegative,
@@ -249,23 +249,25 @@ void add_optim(ConfigTable& t, Config& c) {
   t.add("optim.schedule", o.schedule.kind, "learning rate schedule after the warm-up")
       .needs(steps_to_decay > 0 || kind == Kind::kConstant, "train.steps > optim.warmup_steps")
       .also("lr_scheduler_type");
-  t.add("optim.beta1", o.adamw.beta1, kFraction, "adamw: decay rate of the first moment")
-      .needs(is_adamw, "optim.name = adamw")
+  t.add("optim.beta1", o.adamw.beta1, kFraction,
+        "adamw: decay rate of the first moment; lion: of the momentum in the update")
+      .needs(!is_sgd, "optim.name = adamw or lion")
       .also("adam_beta1");
-  t.add("optim.beta2", o.adamw.beta2, kFraction, "adamw: decay rate of the second moment")
-      .needs(is_adamw, "optim.name = adamw")
+  t.add("optim.beta2", o.adamw.beta2, kFraction,
+        "adamw: decay rate of the second moment; lion: of the momentum, not given: 0.99")
+      .needs(!is_sgd, "optim.name = adamw or lion")
       .also("adam_beta2");
   t.add("optim.eps", o.adamw.eps, kPositive, "adamw: epsilon")
       .needs(is_adamw, "optim.name = adamw")
       .also("adam_epsilon epsilon");
   t.add("optim.momentum", o.sgd.momentum, kFraction, "sgd: momentum")
-      .needs(!is_adamw, "optim.name = sgd");
+      .needs(is_sgd, "optim.name = sgd");
   t.add("optim.nesterov", o.sgd.nesterov, "sgd: Nesterov momentum")
-      .needs(!is_adamw && o.sgd.momentum > 0, "optim.name = sgd and optim.momentum > 0");
+      .needs(is_sgd && o.sgd.momentum > 0, "optim.name = sgd and optim.momentum > 0");
   t.add("optim.weight_decay", o.adamw.weight_decay, kNotNegative,
         "decoupled weight decay of matrices (not of norms and biases)");
   t.add("optim.stochastic_rounding", c.optim.stochastic_rounding,
-        "adamw: stochastic rounding of bf16 and f16 parameters, so that they follow the f32 "
+        "stochastic rounding of bf16 and f16 parameters, so that they follow the f32 "
         "masters on average");
   t.add("optim.clip", c.optim.clip, kNotNegative,
         "gradient clipping: largest norm of all gradients; 0: no clipping")

@@ -12,6 +12,7 @@
 #include "nn/gpt2.h"
 #include "nn/llama.h"
 #include "optim/adamw.h"
+#include "optim/lion.h"
 #include "optim/sgd.h"
 
 namespace tessera::apps {
@@ -131,19 +132,26 @@ dist::FsdpOptions fsdp_options(const Config& config, nn::Module& model) {
 std::unique_ptr<optim::Optimizer> make_optimizer(const Config& config,
                                                  const std::vector<optim::FlatShard>& shards) {
   const OptimConfig& optim = config.optim;
+  std::optional<uint64_t> rounding_seed;
+  if (optim.stochastic_rounding) rounding_seed = static_cast<uint64_t>(config.train.seed);
   switch (optim.name) {
     case OptimizerName::kSgd: {
       optim::SgdOptions options = optim.sgd;
       options.weight_decay = optim.adamw.weight_decay;
+      options.rounding_seed = rounding_seed;
       return std::make_unique<optim::Sgd>(shards, options);
     }
     case OptimizerName::kAdamW: {
       optim::AdamWOptions options = optim.adamw;
-      if (optim.stochastic_rounding) {
-        options.rounding_seed = static_cast<uint64_t>(config.train.seed);
-      }
+      options.rounding_seed = rounding_seed;
       return std::make_unique<optim::AdamW>(shards, options);
     }
+    case OptimizerName::kLion:
+      return std::make_unique<optim::Lion>(
+          shards, optim::LionOptions{.beta1 = optim.adamw.beta1,
+                                     .beta2 = optim.adamw.beta2,
+                                     .weight_decay = optim.adamw.weight_decay,
+                                     .rounding_seed = rounding_seed});
   }
   throw InternalError("make_optimizer: not a name of an optimizer");
 }

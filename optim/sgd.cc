@@ -3,7 +3,8 @@
 namespace tessera::optim {
 
 Sgd::Sgd(std::vector<FlatShard> shards, const SgdOptions& options)
-    : Optimizer(std::move(shards), static_cast<float>(options.lr)), options_(options) {
+    : Optimizer(std::move(shards), static_cast<float>(options.lr), options.rounding_seed),
+      options_(options) {
   TESSERA_CHECK_AS(ConfigError, options.momentum >= 0, "Sgd: momentum must be at least 0, got {}",
                    options.momentum);
   TESSERA_CHECK_AS(ConfigError, options.weight_decay >= 0,

@@ -9,6 +9,9 @@ struct SgdOptions {
   double momentum = 0;
   bool nesterov = false;
   double weight_decay = 0;  ///< where the segment decays
+  /// Set: low-precision copies are rounded stochastically, with this seed
+  /// (`FlatUpdate::rounding_step`).
+  std::optional<uint64_t> rounding_seed = std::nullopt;
 };
 
 /// Gradient descent with momentum, PyTorch's formula; decay is part of the gradient:

@@ -119,7 +119,7 @@ PLANTED = [bound_to_a_copy(*each) for each in NOWHERE] + [
     Row("stochastic_rounding", APPS, "if ([[optim.stochastic_rounding]])", "false",
         "run optim.stochastic_rounding"),
     Row("the seed of stochastic rounding", APPS,
-        "options.rounding_seed = [[static_cast<uint64_t>(config.train.seed)]]", "1",
+        "rounding_seed = [[static_cast<uint64_t>(config.train.seed)]]", "1",
         "run train.seed"),
     Row("a constant schedule", APPS, '"optim.schedule", [[o.schedule.kind]],', "*new auto(optim::ScheduleKind::kConstant)",
         "run optim.schedule"),

@@ -136,6 +136,30 @@ void sgd_step(const SgdStep& p) {
   });
 }
 
+void lion_step(const LionStep& p) {
+  const float beta1 = static_cast<float>(p.beta1), beta2 = static_cast<float>(p.beta2);
+  const float weight1 = static_cast<float>(1 - p.beta1), weight2 = static_cast<float>(1 - p.beta2);
+  const float scale = scale_of(p);
+  for_segments(p, [&](int64_t offset, int64_t count, int64_t segment) {
+    const float lr = p.lr * p.factors[2 * segment];
+    const float keep = 1 - lr * p.weight_decay * p.factors[2 * segment + 1];
+    float buffer[kPieceCols];
+    const float* __restrict grad = load_piece(buffer, p.grad, p.grad_dtype, offset, 1, count);
+    float* __restrict master = p.master + offset;
+    float* __restrict m = p.exp_avg + offset;
+#pragma omp simd
+    for (int64_t i = 0; i < count; ++i) {
+      const float g = grad[i] * scale;
+      const float u = beta1 * m[i] + weight1 * g;
+      m[i] = beta2 * m[i] + weight2 * g;
+      // What is not a number stays one.
+      const float sign = u > 0 ? 1.0f : u < 0 ? -1.0f : u;
+      master[i] = keep * master[i] - lr * sign;
+    }
+    store_low(p, offset, count, segment);
+  });
+}
+
 void round_low(const RoundLow& p) {
   for_segments(p, [&](int64_t offset, int64_t count, int64_t segment) {
     store_low(p, offset, count, segment);

@@ -227,6 +227,44 @@ class SgdRule {
   float scale_, lr_ = 0, decay_ = 0;
 };
 
+class LionRule {
+ public:
+  using Args = LionStep;
+  static constexpr int kBlocksPerMultiprocessor = 6;
+
+  __device__ explicit LionRule(const LionStep& p)
+      : scale_(p.grad_scale == nullptr ? 1.0f : *p.grad_scale) {}
+
+  __device__ void enter(const LionStep& p, float lr_factor, float decay_factor) {
+    lr_ = p.lr * lr_factor;
+    keep_ = 1 - lr_ * p.weight_decay * decay_factor;
+  }
+
+  template <int N, class Grad, class Low>
+  __device__ void update(const LionStep& p, int64_t at, const Low& low) const {
+    const auto grad = load_streaming<N>(static_cast<const Grad*>(p.grad) + at);
+    Floats<N> master = load_streaming<N>(p.master + at);
+    Floats<N> m = load_streaming<N>(p.exp_avg + at);
+    const float beta1 = static_cast<float>(p.beta1), beta2 = static_cast<float>(p.beta2);
+    const float weight1 = static_cast<float>(1 - p.beta1);
+    const float weight2 = static_cast<float>(1 - p.beta2);
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      const float g = tessera::cuda::to_float(grad[i]) * scale_;
+      const float u = beta1 * m[i] + weight1 * g;
+      m[i] = beta2 * m[i] + weight2 * g;
+      const float sign = u > 0 ? 1.0f : u < 0 ? -1.0f : u;
+      master[i] = keep_ * master[i] - lr_ * sign;
+    }
+    store_streaming(p.master + at, master);
+    store_streaming(p.exp_avg + at, m);
+    low.store(p, at, master);
+  }
+
+ private:
+  float scale_, lr_ = 0, keep_ = 0;
+};
+
 /// No update: only the low-precision copy is made again.
 class RoundRule {
  public:
@@ -329,6 +367,10 @@ void adamw_step(CUstream_st* stream, const AdamWStep& p) {
 
 void sgd_step(CUstream_st* stream, const SgdStep& p) {
   launch_update<SgdRule>("sgd_step", p, is_aligned16(p.momentum_buffer), stream);
+}
+
+void lion_step(CUstream_st* stream, const LionStep& p) {
+  launch_update<LionRule>("lion_step", p, is_aligned16(p.exp_avg), stream);
 }
 
 void round_low(CUstream_st* stream, const RoundLow& p) {

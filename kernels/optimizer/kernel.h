@@ -61,6 +61,16 @@ struct SgdStep : FlatUpdate {
 };
 TESSERA_DECLARE_KERNEL(sgd_step, SgdStep);
 
+/// Lion (Chen et al. 2023):
+///   g = grad * grad_scale;   p = p (1 - lr weight_decay) - lr sign(beta1 m + (1 - beta1) g)
+///   m = beta2 m + (1 - beta2) g;   low = p rounded;   sign(0) = 0
+struct LionStep : FlatUpdate {
+  float* exp_avg;  ///< m
+  double beta1, beta2;
+  Cost cost() const;
+};
+TESSERA_DECLARE_KERNEL(lion_step, LionStep);
+
 /// low = the master, as the update before rounded it: to nearest if *rounding.step is 0.
 struct RoundLow : FlatUpdate {
   Cost cost() const;

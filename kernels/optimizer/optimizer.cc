@@ -40,6 +40,10 @@ Cost SgdStep::cost() const {
       .write_or_accumulate(momentum_buffer, nbytes_of(kF32, numel), true);
 }
 
+Cost LionStep::cost() const {
+  return FlatUpdate::cost(11).write_or_accumulate(exp_avg, nbytes_of(kF32, numel), true);
+}
+
 Cost RoundLow::cost() const {
   return Cost(0)
       .read(master, nbytes_of(kF32, numel))
@@ -56,6 +60,7 @@ Cost AdvanceStep::cost() const {
 
 TESSERA_DEFINE_KERNEL(adamw_step, AdamWStep);
 TESSERA_DEFINE_KERNEL(sgd_step, SgdStep);
+TESSERA_DEFINE_KERNEL(lion_step, LionStep);
 TESSERA_DEFINE_KERNEL(round_low, RoundLow);
 TESSERA_DEFINE_KERNEL(advance_step, AdvanceStep);
 
@@ -177,6 +182,15 @@ void sgd_step(const FlatUpdate& update, const SgdUpdate& sgd) {
   }
   kernels::sgd_step(current_stream(),
                     {args, optional_data<float>(sgd.momentum_buffer), sgd.momentum, sgd.nesterov});
+  mark_changed(update.master);
+  mark_changed(update.low);
+}
+
+void lion_step(const FlatUpdate& update, const LionUpdate& lion) {
+  const kernels::FlatUpdate args = flat_args("lion_step", update);
+  check_state("lion_step", "exp_avg", lion.exp_avg, update.master);
+  kernels::lion_step(current_stream(),
+                     {args, static_cast<float*>(lion.exp_avg.raw_data()), lion.beta1, lion.beta2});
   mark_changed(update.master);
   mark_changed(update.low);
 }

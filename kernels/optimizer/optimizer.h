@@ -73,6 +73,13 @@ struct SgdUpdate {
 /// if a tensor does not fit.
 void sgd_step(const FlatUpdate& update, const SgdUpdate& sgd);
 
+struct LionUpdate {
+  Tensor exp_avg;  ///< f32 [numel]
+  double beta1 = 0.9, beta2 = 0.99;
+};
+/// Lion with decoupled weight decay. ShapeError or DtypeError if a tensor does not fit.
+void lion_step(const FlatUpdate& update, const LionUpdate& lion);
+
 /// low = the master of `update`, rounded as the update of its `rounding_step` did: for masters that
 /// come from elsewhere, such as a checkpoint. ShapeError or DtypeError if a tensor does not fit.
 void round_low(const FlatUpdate& update);

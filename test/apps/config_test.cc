@@ -129,9 +129,6 @@ TEST_CASE("config: what is wrong is named with key, place and what is allowed", 
        {kText, "--precision.param_dtype=f32"},
        "f.toml:2: optim.stochastic_rounding = true with precision.param_dtype = f32, expected bf16 "
        "or f16"},
-      {"[optim]\nstochastic_rounding = true\nname = 'sgd'",
-       {kText, "--precision.param_dtype=bf16"},
-       "f.toml:2: optim.stochastic_rounding = true with optim.name = sgd, expected adamw"},
       {"[model]\neos_ids = '2,-1'",
        {kText},
        "f.toml:2: model.eos_ids = \"2,-1\", expected token ids, such as 2 or 2,7"},
@@ -341,7 +338,6 @@ TEST_CASE("config: the dump reads back as the same values, whatever they are", "
   config.runtime.memory_limit = int64_t{3} << 30;
   config.runtime.memory_split = 3000001;
   config.optim.schedule.warmup_steps = config.optim.schedule.decay_steps = 3;
-  config.optim.name = OptimizerName::kAdamW;  // which stochastic_rounding asks for
   config.optim.schedule.final_lr = config.optim.schedule.peak_lr / 7;
   const std::string dump = dump_config(config);
   const Config again = parse_config(dump, "dump");
@@ -434,6 +430,21 @@ TEST_CASE("config: an integer on the command line may have an exponent", "[confi
   CHECK(steps("2.5e3") == 2500);
   CHECK(steps("1000.0") == 1000);
   CHECK(steps("1000") == 1000);
+}
+
+TEST_CASE("config: lion has a beta2 of its own unless it is given", "[config]") {
+  const auto load = [](const std::vector<std::string>& more) {
+    std::vector<std::string> all = {"--data.text=x", "--optim.schedule=constant"};
+    all.insert(all.end(), more.begin(), more.end());
+    return parse_config("", "f.toml", all);
+  };
+  const Config own = load({"--optim.name=lion"});
+  CHECK(own.optim.adamw.beta2 == 0.99);
+  CHECK(derived_defaults(own) == "optim.beta2 = 0.99 (that of lion)");
+  const Config given = load({"--optim.name=lion", "--optim.beta2=0.98"});
+  CHECK(given.optim.adamw.beta2 == 0.98);
+  CHECK(derived_defaults(given).empty());
+  CHECK(load({}).optim.adamw.beta2 == 0.95);
 }
 
 TEST_CASE("config: optim.final_lr is a tenth of optim.lr unless it is given", "[config]") {

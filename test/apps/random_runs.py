@@ -125,7 +125,8 @@ class Case:
         keys["optim.schedule"] = "constant"  # so that a longer run begins with the shorter one
         keys["optim.lr"] = keys["optim.final_lr"] = d.choice([0.001, 0.01, 0.03])
         if d.maybe(0.3):
-            keys |= {"optim.name": "sgd", "optim.momentum": d.choice([0.0, 0.9])}
+            keys |= d.choice([{"optim.name": "sgd", "optim.momentum": d.choice([0.0, 0.9])},
+                              {"optim.name": "lion"}])
         if d.maybe(0.3):
             keys["optim.warmup_steps"] = d.randint(1, 3)
         if d.maybe(0.3):
@@ -138,7 +139,7 @@ class Case:
                 keys["precision.norm_fp32"] = "true"
             if d.maybe(0.3):
                 keys["precision.reduce_dtype"] = precision
-            if precision == "bf16" and "optim.name" not in keys and d.maybe(0.3):
+            if precision == "bf16" and d.maybe(0.3):
                 keys["optim.stochastic_rounding"] = "true"
         # Sums are the same under every strategy where gradients travel at the same times; what
         # shards nothing on one rank leaves that choice to itself.

@@ -401,6 +401,7 @@ ROWS = [
     Row("sample.top_k", 1, lambda a, b: a.sample() != b.sample() == greedy(), SAMPLE, same=True),
     Row("sample.top_p", 1e-9, lambda a, b: a.sample() != b.sample() == greedy(), SAMPLE, same=True),
     Row("optim.name", "sgd", other_last),
+    Row("optim.name", "lion", other_last),
     Row("optim.lr", 0.02, both(other_last, lrs(0.02, 0.02, 0.02, 0.02)), {"optim.final_lr": 0.01}),
     Row("optim.final_lr", 0.001, both(other_last, lambda a, b: b.values("lr")[-1] < 0.0011),
         {"optim.schedule": "linear"}),
@@ -420,7 +421,11 @@ ROWS = [
     Row("optim.nesterov", "true", other_last, {"optim.name": "sgd", "optim.momentum": 0.9}),
     Row("optim.weight_decay", 1.0, other_last),
     Row("optim.weight_decay", 1.0, other_last, {"optim.name": "sgd"}),
+    Row("optim.beta1", 0.5, other_last, {"optim.name": "lion"}),
+    Row("optim.beta2", 0.5, other_last, {"optim.name": "lion"}),
     Row("optim.stochastic_rounding", "true", other_last, BF16),
+    Row("optim.stochastic_rounding", "true", other_last, BF16 | {"optim.name": "lion"}),
+    Row("optim.stochastic_rounding", "true", other_last, BF16 | {"optim.name": "sgd"}),
     Row("optim.clip", 0.01, lambda a, b: a.numbers()[0] == b.numbers()[0] and
         a.numbers()[1] != b.numbers()[1], {"optim.name": "sgd"}),
     Row("optim.clip_p", "inf", lambda a, b: a.steps[0]["loss"] == b.steps[0]["loss"] and

@@ -1,8 +1,9 @@
-"""Prints the tables of test/optim/adamw_test.cc and sgd_test.cc: parameters and states after six
-steps of PyTorch's AdamW and SGD (f32) from formula values, in two groups as in `make_case`."""
+"""Prints the tables of test/optim/{adamw,sgd,lion}_test.cc: parameters and states after six steps of
+PyTorch's AdamW and SGD and of lion-pytorch (f32) from formula values, in two groups."""
 
 import math
 
+import lion_pytorch
 import torch
 
 NUM_STEPS, NUMEL, SPLIT = 6, 7, 4
@@ -43,3 +44,5 @@ for nesterov in (False, True):
                                        nesterov=nesterov))
 print("SGD without momentum")
 run(lambda groups: torch.optim.SGD(groups, lr=1.0, weight_decay=0.1))
+print("Lion")
+run(lambda groups: lion_pytorch.Lion(groups, lr=1.0, betas=(0.9, 0.99), weight_decay=0.1))

@@ -29,6 +29,7 @@ struct State {
   FlatUpdate flat;
   AdamWUpdate adamw;
   SgdUpdate sgd;
+  LionUpdate lion;
 };
 
 State make_state(int64_t numel, std::vector<FlatSegment> segments, DType grad_dtype = kF32,
@@ -45,6 +46,7 @@ State make_state(int64_t numel, std::vector<FlatSegment> segments, DType grad_dt
   s.adamw.step = step_of(3);
   s.sgd.momentum_buffer = randn({numel}, kF32, 4);
   s.sgd.momentum = 0.9f;
+  s.lion.exp_avg = randn({numel}, kF32, 5);
   return s;
 }
 
@@ -97,14 +99,15 @@ TEST_CASE("optimizer: padding outside the segments is neither read nor written",
     for (const int64_t i : {0, 1, 5, 6, 8, 9}) padding.narrow(0, i, 1).fill_(kNaN);
   };
   for (const Tensor& t : {s.flat.master, s.flat.grad, s.flat.low, s.adamw.exp_avg,
-                          s.adamw.exp_avg_sq, s.sgd.momentum_buffer}) {
+                          s.adamw.exp_avg_sq, s.sgd.momentum_buffer, s.lion.exp_avg}) {
     poison(t);
   }
   const Values before = s.flat.master.to_vector();
   adamw_step(s.flat, s.adamw);
   sgd_step(s.flat, s.sgd);
-  for (const Tensor& t :
-       {s.flat.master, s.flat.low, s.adamw.exp_avg, s.adamw.exp_avg_sq, s.sgd.momentum_buffer}) {
+  lion_step(s.flat, s.lion);
+  for (const Tensor& t : {s.flat.master, s.flat.low, s.adamw.exp_avg, s.adamw.exp_avg_sq,
+                          s.sgd.momentum_buffer, s.lion.exp_avg}) {
     const Values values = t.to_vector();
     for (const size_t i : {0, 1, 5, 6, 8, 9}) CHECK(std::isnan(values[i]));
     for (const size_t i : {2, 3, 4, 7}) CHECK(std::isfinite(values[i]));
@@ -122,14 +125,17 @@ TEST_CASE("optimizer: skip leaves everything unchanged, whatever the gradient", 
   old.adamw.exp_avg = s.adamw.exp_avg.clone();
   old.adamw.exp_avg_sq = s.adamw.exp_avg_sq.clone();
   old.sgd.momentum_buffer = s.sgd.momentum_buffer.clone();
+  old.lion.exp_avg = s.lion.exp_avg.clone();
   adamw_step(s.flat, s.adamw);
   sgd_step(s.flat, s.sgd);
+  lion_step(s.flat, s.lion);
   advance_step(s.adamw.step, s.flat.skip);
   check_bitwise(s.flat.master, old.flat.master);
   check_bitwise(s.flat.low, old.flat.low);
   check_bitwise(s.adamw.exp_avg, old.adamw.exp_avg);
   check_bitwise(s.adamw.exp_avg_sq, old.adamw.exp_avg_sq);
   check_bitwise(s.sgd.momentum_buffer, old.sgd.momentum_buffer);
+  check_bitwise(s.lion.exp_avg, old.lion.exp_avg);
   CHECK(s.adamw.step.item() == 3);
   s.flat.skip.fill_(0);
   advance_step(s.adamw.step, s.flat.skip);
@@ -172,8 +178,10 @@ TEST_CASE("optimizer: the bits do not depend on the number of threads", "[optimi
     State s = make_state(200'001, {{0, 70'001, 1, 1}, {70'256, 200'001, 1, 0}}, kBF16);
     adamw_step(s.flat, s.adamw);
     sgd_step(s.flat, s.sgd);
+    lion_step(s.flat, s.lion);
     return std::vector<Values>{s.flat.master.to_vector(), s.flat.low.to_vector(),
-                               s.adamw.exp_avg_sq.to_vector(), s.sgd.momentum_buffer.to_vector()};
+                               s.lion.exp_avg.to_vector(), s.adamw.exp_avg_sq.to_vector(),
+                               s.sgd.momentum_buffer.to_vector()};
   };
   const auto one = run(1);
   CHECK(run(2) == one);
@@ -203,6 +211,26 @@ TEST_CASE("sgd_step: with and without momentum equals the definition in f64", "[
       check_close(s.flat.master.to_vector(), p, tol(kF32));
       if (momentum > 0) check_close(s.sgd.momentum_buffer.to_vector(), b, tol(kF32));
     }
+  }
+}
+
+TEST_CASE("lion_step: equals the definition in f64", "[optimizer]") {
+  for (const DType grad_dtype : {kF32, kBF16, kF16}) {
+    State s = make_state(40010, kSegments, grad_dtype);
+    s.flat.grad_scale = from_values({2.0f}, {});
+    Values p = s.flat.master.to_vector(), m = s.lion.exp_avg.to_vector();
+    const Values grad = s.flat.grad.to_vector();
+    for (const FlatSegment& segment : kSegments) {
+      for (auto i = static_cast<size_t>(segment.begin); i < static_cast<size_t>(segment.end); ++i) {
+        const double g = 2 * grad[i], u = 0.9 * m[i] + 0.1 * g, lr = 0.01f * segment.lr_scale;
+        CHECK_FALSE(std::abs(u) < 1e-6);  // whose sign rounding decides
+        p[i] = p[i] * (1 - lr * 0.1f * segment.decay_scale) - lr * (u > 0 ? 1 : -1);
+        m[i] = 0.99 * m[i] + 0.01 * g;
+      }
+    }
+    lion_step(s.flat, s.lion);
+    check_close(s.flat.master.to_vector(), p, tol(kF32), "master");
+    check_close(s.lion.exp_avg.to_vector(), m, tol(kF32), "exp_avg");
   }
 }
 

@@ -8,6 +8,7 @@ namespace {
 using kernels::AdamWStep;
 using kernels::AdvanceStep;
 using kernels::FlatUpdate;
+using kernels::LionStep;
 using kernels::SgdStep;
 using testing::check_bitwise;
 using testing::check_close;
@@ -78,6 +79,7 @@ class Shard {
   SgdStep sgd(float momentum, bool nesterov) const {
     return {flat(), momentum == 0 ? nullptr : m_.as<float>(), momentum, nesterov};
   }
+  LionStep lion() const { return {flat(), m_.as<float>(), 0.9, 0.99}; }
   void set_skip(uint8_t value) const { *skip_.as<uint8_t>() = value; }
 
   std::vector<Tensor> state() const {
@@ -263,12 +265,25 @@ TEST_CASE("simt sgd_step: plain, momentum, Nesterov", "[optimizer][simt]") {
   }
 }
 
+TEST_CASE("simt lion_step: any gradient, any piece, aligned or not", "[optimizer][simt]") {
+  for (const DType grad : {kF32, kBF16, kF16}) {
+    for (const Case& c : {Case{.grad_dtype = grad, .numel = 1700},
+                          Case{.grad_dtype = grad, .first = 3, .numel = 1700},
+                          Case{.grad_dtype = grad, .numel = 1701, .offset = 1}}) {
+      check_update(
+          c, [](const Shard& s) { kernels::cpu::lion_step(s.lion()); },
+          [](const Shard& s) { kernels::cuda::lion_step(nullptr, s.lion()); });
+    }
+  }
+}
+
 TEST_CASE("simt optimizer: skip leaves everything as it was", "[optimizer][simt]") {
   const Shard shard({.numel = 700});
   const auto before = shard.state();
   shard.set_skip(1);
   kernels::cuda::adamw_step(nullptr, shard.adamw());
   kernels::cuda::sgd_step(nullptr, shard.sgd(0.9f, false));
+  kernels::cuda::lion_step(nullptr, shard.lion());
   const auto after = shard.state();
   for (size_t i = 0; i < before.size(); ++i) check_bitwise(after[i], before[i], "state");
 }
