@@ -55,6 +55,8 @@ std::string launcher_output() {
   return fmt::format("/proc/{}/fd/1", ::getppid());
 }
 
+constexpr const char* kLineEnd = "}\n";
+
 /// The lines of steps up to `step`, in order. A run that was killed may have half a line at the
 /// end.
 std::string lines_up_to(const std::string& path, int64_t step) {
@@ -199,9 +201,14 @@ MetricsLog::MetricsLog(const Options& options)
   const std::string path = options.dir + "/metrics.jsonl";
   const std::string kept = options.first_step > 0 ? lines_up_to(path, options.first_step) : "";
   write_file_atomically(path, kept);  // on a full disk the old one stays
-  fd_ = ::open(path.c_str(), O_WRONLY | O_APPEND | O_CLOEXEC);
+  fd_ = ::open(path.c_str(), O_WRONLY | O_CLOEXEC);
   if (fd_ < 0) fail(errno);
   nbytes_ = static_cast<int64_t>(kept.size());
+  const size_t last = kept.empty() ? 0 : kept.rfind('\n', kept.size() - 2) + 1;
+  if (!kept.empty() && kept.ends_with(kLineEnd)) {
+    const auto line = nlohmann::json::parse(std::string_view(kept).substr(last));
+    if (!line.contains("val_loss")) open_step_ = line["step"].get<int64_t>();
+  }
 }
 
 MetricsLog::~MetricsLog() {
@@ -215,19 +222,37 @@ void MetricsLog::fail(int error) const {
 }
 
 void MetricsLog::append(std::string_view line) {
-  const auto nbytes = static_cast<int64_t>(line.size());
-  while (!line.empty()) {
-    const ssize_t written = ::write(fd_, line.data(), line.size());
+  write_at(nbytes_, line);
+}
+
+/// From an offset in the last line, or behind it, to the end of the file.
+void MetricsLog::write_at(int64_t offset, std::string_view text) {
+  const int64_t end = offset + static_cast<int64_t>(text.size());
+  int64_t at = offset;
+  while (!text.empty()) {
+    const ssize_t written = ::pwrite(fd_, text.data(), text.size(), at);
     if (written < 0 && errno == EINTR) continue;
     if (written < 0) {
       const int error = errno;
-      // Half a line would be no JSON.
+      // Half a line would be no JSON; a line that was to be completed is as it was.
       [[maybe_unused]] const int cut = ::ftruncate(fd_, nbytes_);
+      if (offset < nbytes_) {
+        [[maybe_unused]] const ssize_t whole =
+            ::pwrite(fd_, kLineEnd, std::strlen(kLineEnd), offset);
+      }
       fail(error);
     }
-    line.remove_prefix(static_cast<size_t>(written));
+    text.remove_prefix(static_cast<size_t>(written));
+    at += written;
   }
-  nbytes_ += nbytes;
+  nbytes_ = end;
+}
+
+/// In one write, so that a process that dies leaves the line without or with it.
+void MetricsLog::complete_line(double val_loss) {
+  open_step_.reset();
+  write_at(nbytes_ - static_cast<int64_t>(std::strlen(kLineEnd)),
+           ",\"val_loss\":" + nlohmann::json(val_loss).dump() + kLineEnd);
 }
 
 void MetricsLog::write_out(const std::string& text) {
@@ -264,8 +289,25 @@ void MetricsLog::print_text(const std::string& text) {
   write_out(printable(text, "\n\t") + "\n");
 }
 
-void MetricsLog::add(const StepMetrics& m) {
+void MetricsLog::record(const StepMetrics& m) {
   append(to_json(m) + "\n");
+  is_recorded_ = true;
+}
+
+void MetricsLog::add_val_loss(int64_t step, double val_loss) {
+  if (open_step_ == step) complete_line(val_loss);
+  print(fmt::format("step {}/{}  val_loss {:.4f}", step, options_.num_steps,
+                    without_nan_sign(val_loss)));
+}
+
+void MetricsLog::add(const StepMetrics& m) {
+  if (is_recorded_) {
+    if (m.val_loss) complete_line(*m.val_loss);
+  } else {
+    append(to_json(m) + "\n");
+  }
+  is_recorded_ = false;
+  open_step_.reset();
   if (first_step_ == 0) first_step_ = m.step;
   const bool is_last = m.step == options_.num_steps;
   if (m.step % options_.log_every == 0 || m.step == 1 || m.val_loss || is_last) {

@@ -104,6 +104,12 @@ class MetricsLog {
 
   /// Whole lines or none: what cannot be written leaves the file as it was, and an IoError.
   void add(const StepMetrics& metrics);
+  /// The line of the file alone, of what no later step will tell again; `add` of the same step
+  /// then completes it with its validation loss, and prints.
+  void record(const StepMetrics& metrics);
+  /// The validation loss of the last step of a run that went on from there, which had ended before
+  /// it was known: completes the step's line, if it has none, and prints.
+  void add_val_loss(int64_t step, double val_loss);
   /// Lines of text, above the progress bar. What names in them would do to a terminal is escaped,
   /// each line is cut to `kMaxLineShown` (core/text.h).
   void print(const std::string& lines);
@@ -113,12 +119,17 @@ class MetricsLog {
  private:
   void clear_bar();
   void append(std::string_view line);
+  void write_at(int64_t offset, std::string_view text);
+  void complete_line(double val_loss);
   [[noreturn]] void fail(int error) const;
   void write_out(const std::string& text);
 
   Options options_;
   int fd_ = -1;
-  int64_t nbytes_ = 0;  // of whole lines
+  int64_t nbytes_ = 0;        // of whole lines
+  bool is_recorded_ = false;  // the last line is of the step that `add` will be called for
+  std::optional<int64_t>
+      open_step_;  // of the last line of an earlier life, without a validation loss
   std::chrono::steady_clock::time_point start_;
   int64_t first_step_ = 0;
   bool bar_is_shown_ = false, is_out_gone_ = false;

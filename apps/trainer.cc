@@ -128,6 +128,8 @@ class Trainer {
   dist::Progress progress() const;
   void finish(bool evaluates, bool is_end);
   void log(const StepMetrics& metrics);
+  void write_log(const std::function<void()>& write);
+  void evaluate_end();
   void preempt();
   void save_end();
   void end_run();
@@ -251,6 +253,7 @@ void Trainer::resume() {
     next_sample_ = progress->next_sample;
     num_skipped_ = progress->num_skipped;
     last_lr_ = progress->lr;
+    val_loss_ = progress->val_loss;
     best_val_loss_ = progress->best_val_loss;
     *steps_done_ = step_;
   }
@@ -629,12 +632,16 @@ dist::Progress Trainer::progress() const {
 }
 
 /// Completes the step in flight on the host. The state at the end is on the disk before it is
-/// evaluated: whatever goes wrong there must not cost the training.
+/// evaluated: whatever goes wrong there must not cost the training. No resume comes back to the step
+/// behind it, so its line is in the file before.
 void Trainer::finish(bool evaluates, bool is_end) {
   StepMetrics m = finish_step(*pending_);
   pending_.reset();
   val_loss_.reset();
-  if (is_end && !is_rewind_due_) save_end();
+  if (is_end && !is_rewind_due_) {
+    write_log([&] { log_->record(m); });
+    save_end();
+  }
   if (evaluates && !is_rewind_due_) {
     try {
       m.val_loss =
@@ -666,12 +673,28 @@ void Trainer::log(const StepMetrics& m) {
   status_.set_loss(m.loss);
   if (log_ == nullptr) return;
   status_.progress(m.step, m.loss);
-  if (log_error_) return;
+  write_log([&] { log_->add(m); });
+}
+
+void Trainer::write_log(const std::function<void()>& write) {
+  if (log_ == nullptr || log_error_) return;
   try {
-    log_->add(m);
+    write();
   } catch (const IoError& error) {
     log_error_ = error;
   }
+}
+
+/// Of a run that had ended before it was evaluated.
+void Trainer::evaluate_end() {
+  if (eval_samples_->num_samples() == 0 || !token_check_->finish(is_preemption_requested)) return;
+  val_loss_ =
+      evaluate(*model_, *fsdp_, world_, *eval_samples_, config_.train, is_preemption_requested);
+  if (!val_loss_) return;
+  if (!best_val_loss_ || *val_loss_ < *best_val_loss_) best_val_loss_ = val_loss_;
+  result_.val_loss = val_loss_;
+  checkpoints_.add_val_loss(progress());
+  write_log([&] { log_->add_val_loss(step_, *val_loss_); });
 }
 
 TrainResult Trainer::run() {
@@ -681,6 +704,7 @@ TrainResult Trainer::run() {
   result_.steps = step_;
   if (step_ < num_steps) read_first_batches();
   SignalHandlers::begin_steps();
+  if (step_ == num_steps && !val_loss_) evaluate_end();
   while (step_ < num_steps) {
     if (guard_.rewinds() && step_ % config_.guard.snapshot_every == 0) take_snapshot();
     follow_trace(step_);

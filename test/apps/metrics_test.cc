@@ -191,6 +191,41 @@ TEST_CASE("metrics: the log has a JSON line a step and prints every n-th", "[met
   CHECK(printed.find('\r') == std::string::npos);
 }
 
+TEST_CASE("metrics: a recorded line is completed with its validation loss", "[metrics]") {
+  const testing::TempDir dir;
+  std::FILE* out = std::tmpfile();
+  const auto lines = [&] { return read_file(dir / "metrics.jsonl"); };
+  StepMetrics first = example(), last = example();
+  first.step = 1, last.step = 2;
+  std::string open, whole;
+  {
+    MetricsLog log({.dir = dir.path(), .num_steps = 2, .out = out});
+    log.add(first);
+    log.record(last);
+    open = lines();
+    CHECK(open == to_json(first) + "\n" + to_json(last) + "\n");
+    last.val_loss = 0.1;
+    log.add(last);
+    whole = lines();
+    CHECK(whole == to_json(first) + "\n" + to_json(last) + "\n");
+  }
+  {  // a rewind comes to the same step again, with a line of its own
+    MetricsLog log({.dir = dir.path(), .num_steps = 2, .out = out});
+    log.add(first);
+    log.add(first);
+    CHECK(lines() == to_json(first) + "\n" + to_json(first) + "\n");
+  }
+  // Ended before the evaluation, and gone on with.
+  dir.write("metrics.jsonl", open);
+  MetricsLog log({.dir = dir.path(), .num_steps = 2, .out = out, .first_step = 2});
+  CHECK(lines() == open);
+  log.add_val_loss(2, 0.1);
+  CHECK(lines() == whole);
+  log.add_val_loss(2, 0.5);  // it has one
+  CHECK(lines() == whole);
+  std::fclose(out);
+}
+
 TEST_CASE("metrics: what is printed cannot steer the terminal", "[metrics]") {
   const testing::TempDir dir;
   std::FILE* out = std::tmpfile();

@@ -11,6 +11,7 @@
 #include "apps/checkpointing.h"
 #include "apps/run_control.h"
 #include "apps/trainer.h"
+#include "core/formats/durable_file.h"
 #include "dist/checkpoint/reader.h"
 #include "dist/comm/local.h"
 #include "test/apps/runs.h"
@@ -511,6 +512,31 @@ TEST_CASE("resume: the last K and the best stay; the best is saved when it comes
   CHECK(steps[0] == 20);
   const dist::CheckpointReader reader(dir / ("out/" + dist::step_directory_name(best_step)));
   CHECK(reader.manifest().progress.val_loss == best);
+}
+
+TEST_CASE("resume: a run that was killed in its last evaluation is evaluated", "[resume]") {
+  const TempDir dir;
+  train_on(2, small_config(dir));
+  const std::string out = dir / "out", whole = read_file(out + "/metrics.jsonl");
+  // What is on the disk then: the last step's line and checkpoint, without a validation loss.
+  const std::string step = out + "/" + dist::step_directory_name(kSteps);
+  dist::Manifest manifest = dist::CheckpointReader(step).manifest();
+  const auto val_loss = manifest.progress.val_loss;
+  REQUIRE(val_loss);
+  manifest.progress.val_loss.reset();
+  write_durably(step + "/manifest.json", dist::to_json(manifest));
+  const size_t at = whole.rfind(",\"val_loss\":");
+  REQUIRE(at != std::string::npos);
+  REQUIRE(whole.find('\n', at) == whole.size() - 1);
+  write_durably(out + "/metrics.jsonl", whole.substr(0, at) + "}\n");
+  for (int life = 0; life < 2; ++life) {
+    train_on(3, small_config(dir, {"--checkpoint.resume=auto"}));
+    CHECK(read_metrics(out).size() == kSteps);
+    CHECK(std::abs(read_metrics(out).back()["val_loss"].get<double>() - *val_loss) < 1e-6);
+    const auto again = dist::CheckpointReader(step).manifest().progress.val_loss;
+    REQUIRE(again);
+    CHECK(std::abs(*again - *val_loss) < 1e-6);
+  }
 }
 
 TEST_CASE("resume: F28: a preempted run saves, says so, and goes on to the same bits", "[resume]") {
