@@ -6,9 +6,9 @@
 #include <vector>
 
 #include "apps/config.h"
+#include "apps/data/permutation.h"
 #include "apps/tokenizer.h"
 #include "core/files.h"
-#include "core/random.h"
 
 // Training data. Text or token shards become arrays of token ids; a sample is a window of `context`
 // inputs with the token after each as its target. Which tokens a sample has depends on (seed,
@@ -71,19 +71,6 @@ struct Data {
 /// data.val_split = interleave the ends of up to 64 pieces of each. InputError for missing or empty
 /// files, ConfigError for a vocabulary that is too small.
 Data load_data(const Config& config);
-
-/// A bijection of [0, count) drawn by the key, without a table: a Feistel network on the next even
-/// number of bits, applied again while it leaves the range.
-class Permutation {
- public:
-  Permutation(int64_t count, PhiloxKey key);
-  int64_t operator()(int64_t index) const;
-
- private:
-  uint64_t count_;
-  PhiloxKey key_;
-  int half_bits_ = 1;
-};
 
 /// Rows of a model call, row-major [B, T] each. A padded row has only ignored targets.
 struct Batch {
