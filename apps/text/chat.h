@@ -1,0 +1,130 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "apps/text/jinja/template.h"
+#include "core/enum_names.h"
+
+// Conversations as texts to train on: the shapes in which they come, what a model's chat template
+// makes of them, and which part of it is to be learned.
+
+namespace tessera::text {
+
+enum class ChatShape { kAuto, kMessages, kPromptCompletion, kSharegpt, kAlpaca };
+enum class TrainOn { kAssistant, kCompletion, kLast, kAll };
+
+constexpr auto enum_names(ChatShape) {
+  return std::to_array<EnumName<ChatShape>>({{ChatShape::kAuto, "auto"},
+                                             {ChatShape::kMessages, "messages"},
+                                             {ChatShape::kPromptCompletion, "prompt_completion"},
+                                             {ChatShape::kSharegpt, "sharegpt"},
+                                             {ChatShape::kAlpaca, "alpaca"}});
+}
+constexpr auto enum_names(TrainOn) {
+  return std::to_array<EnumName<TrainOn>>({{TrainOn::kAssistant, "assistant"},
+                                           {TrainOn::kCompletion, "completion"},
+                                           {TrainOn::kLast, "last"},
+                                           {TrainOn::kAll, "all"}});
+}
+
+struct Conversation {
+  jinja::Value messages;  ///< a list of dicts: role, content and what else a message has
+  jinja::Value tools = jinja::Value::none();  ///< a list of dicts, or none
+  /// How many of the messages are the prompt of a completion; -1 where the shape does not say.
+  int64_t num_prompt_messages = -1;
+};
+
+/// The conversation in a row: a JSON object. By its keys, unless `shape` says which it is:
+///   messages           {"messages": [{"role": "user", "content": "..."}, ...]}
+///   prompt_completion  {"prompt": ..., "completion": ...}, each a list of messages, or a text,
+///                      which is one message of the user or of the assistant
+///   sharegpt           {"conversations": [{"from": "human", "value": "..."}, ...], "system": "..."}
+///   alpaca             {"instruction", "input", "output", "system", "history": [[user, model], ...]}
+/// and with each "tools", a list or JSON text of one. As transformers does it, keys of a message
+/// that are null are left out, and its reasoning is found under each of the names it has had.
+/// Errors   InputError without the name of the file: a key that is missing, a message that is none,
+///          an unknown role
+Conversation parse_conversation(const jinja::Value& row, ChatShape shape = ChatShape::kAuto);
+
+/// The conversation in a message: its roles and the beginnings of its texts.
+std::string describe(const Conversation& conversation);
+
+struct RenderedChat {
+  std::string text;
+  std::vector<jinja::Span> trained;  ///< bytes of `text`, in order, apart and not empty
+};
+
+class ChatTemplate {
+ public:
+  /// `variables` is a dict of what templates find besides the conversation: bos_token, eos_token ...
+  /// Errors   InputError that begins with `name`
+  ChatTemplate(std::string_view source, std::string name, jinja::Value variables,
+               jinja::RenderOptions options = {});
+
+  /// The whole conversation and which bytes are to be learned:
+  ///   assistant   what the assistant writes: within generation blocks where the template has them;
+  ///               else, for each turn, from the end of the prompt that asks for it to the end of
+  ///               what the template writes after it, the end-of-turn token included
+  ///   last        the last of these turns
+  ///   completion  all that comes after the prompt: of a prompt and completion what the shape says,
+  ///               else the conversation up to the last message that is not the assistant's
+  ///   all         everything
+  /// A turn is found by rendering the conversation before it with add_generation_prompt, and up to
+  /// it: both have to be beginnings of the whole. Where a later message changes how the turn is
+  /// written (templates leave out earlier reasoning), its end is found by writing another answer in
+  /// its place.
+  /// Errors   InputError that shows the conversation: one that the template refuses; in which a turn
+  ///          is not found, or nothing is to be learned. Never a guess.
+  RenderedChat render(const Conversation& conversation, TrainOn train_on) const;
+
+  /// The text that asks for the next answer.
+  std::string prompt(const Conversation& conversation) const;
+
+  bool has_generation() const { return template_.has_generation(); }
+
+ private:
+  struct Turn;
+
+  jinja::Rendered render_messages(const jinja::Value& messages, const Conversation& conversation,
+                                  bool asks) const;
+  std::vector<jinja::Span> find_turns(const Conversation& conversation, const std::string& text,
+                                      bool only_last) const;
+  jinja::Span find_turn(const Conversation& conversation, const std::string& text,
+                        size_t index) const;
+  size_t end_of_changed_turn(const Conversation& conversation, const std::string& text,
+                             size_t index, size_t begin) const;
+  jinja::Span find_completion(const Conversation& conversation, const std::string& text) const;
+  [[noreturn]] void fail(const Conversation& conversation, const std::string& why) const;
+
+  std::string name_;
+  jinja::Template template_;
+  jinja::Value variables_;
+  jinja::RenderOptions options_;
+};
+
+/// The template of a model's directory (chat_template.jinja, or chat_template in
+/// tokenizer_config.json) with the special tokens that are named there.
+/// Errors   InputError that names the file, also where there is no template
+ChatTemplate load_chat_template(const std::string& dir, jinja::RenderOptions options = {});
+
+/// The ids of a text and the bytes [begin, end) that each is of.
+using EncodeWithOffsets = std::function<void(std::string_view text, std::vector<int32_t>& ids,
+                                             std::vector<jinja::Span>& offsets)>;
+
+struct TokenizedChat {
+  std::vector<int32_t> ids;
+  std::vector<uint8_t> is_trained;  ///< 1 for an id that is to be predicted and learned
+};
+
+/// The tokens of a rendered conversation. A token is trained if it has a byte that is; so is what
+/// has no bytes of its own between two of them.
+/// Errors   InputError where no token is left of a part that is to be learned
+TokenizedChat tokenize(const RenderedChat& chat, const EncodeWithOffsets& encode);
+
+}  // namespace tessera::text
