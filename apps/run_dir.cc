@@ -121,7 +121,7 @@ void write_status(const std::string& dir, RunState state, int64_t step, const st
   status["time"] = utc_now();
   status["host"] = host_name();
   status["pid"] = ::getpid();
-  write_file_atomically(dir + "/status.json", dump(status));
+  write_short_file(dir + "/status.json", dump(status));
 }
 
 std::string fatal_status_text() {

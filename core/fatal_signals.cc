@@ -14,6 +14,7 @@
 #include <string_view>
 
 #include "core/fault_guard.h"
+#include "core/files.h"
 
 namespace tessera {
 namespace {
@@ -91,6 +92,31 @@ bool write_text(int fd, const FatalReport& report, const char* why) {
   }
 }
 
+bool replace_file(const Prepared& p, const char* why) {
+  const char* const temporary = p.temporary.c_str();
+  ::unlink(temporary);  // a link there would lead to somebody else's file
+  const int fd = ::open(temporary, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644);
+  if (fd < 0) return false;
+  const bool is_whole = write_text(fd, p.report, why);
+  ::close(fd);
+  if (is_whole && ::rename(temporary, p.report.path.c_str()) == 0) return true;
+  ::unlink(temporary);
+  return false;
+}
+
+/// On a full disk.
+void overwrite_file(const Prepared& p, const char* why) {
+  constexpr size_t kMaxStepNbytes = 20;
+  const size_t nbytes =
+      p.report.text.size() + p.report.who.size() + std::strlen(why) + kMaxStepNbytes;
+  const int fd = open_to_overwrite(p.report.path.c_str(), nbytes);
+  if (fd < 0) return;
+  if (write_text(fd, p.report, why)) {
+    [[maybe_unused]] const int cut = ::ftruncate(fd, ::lseek(fd, 0, SEEK_CUR));
+  }
+  ::close(fd);
+}
+
 void on_fatal(int number, siginfo_t* info, void*) {
   const bool is_fault = info != nullptr && info->si_code > 0;
   if (number == SIGBUS && is_fault && mend_mapped_fault(info->si_addr)) return;
@@ -117,15 +143,7 @@ void write_fatal_report(const char* why) noexcept {
   const Prepared* const p = prepared.load();
   if (p == nullptr || is_written.exchange(true)) return;
   if (!p->report.only_if_running || is_running(p->report.path.c_str())) {
-    ::unlink(p->temporary.c_str());  // a link there would lead to somebody else's file
-    const int fd = ::open(p->temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644);
-    if (fd >= 0) {
-      const bool is_whole = write_text(fd, p->report, why);
-      ::close(fd);
-      if (!is_whole || ::rename(p->temporary.c_str(), p->report.path.c_str()) != 0) {
-        ::unlink(p->temporary.c_str());
-      }
-    }
+    if (!replace_file(*p, why)) overwrite_file(*p, why);
   }
   errno = saved_errno;
 }

@@ -151,23 +151,65 @@ int open_new_file(const std::string& path) {
   return moved;
 }
 
-void write_file_atomically(const std::string& path, std::string_view text) {
+namespace {
+
+/// 0 or errno.
+int write_all(int fd, std::string_view text) {
+  while (!text.empty()) {
+    const ssize_t written = ::write(fd, text.data(), text.size());
+    if (written < 0 && errno == EINTR) continue;
+    if (written < 0) return errno;
+    text.remove_prefix(static_cast<size_t>(written));
+  }
+  return 0;
+}
+
+/// 0 or errno.
+int replace_file(const std::string& path, std::string_view text) {
   const std::string temporary = path + ".tmp";
   Descriptor fd(open_new_file(temporary));
-  const bool is_ours = fd.get() >= 0;
-  bool good = is_ours;
-  while (good && !text.empty()) {
-    const ssize_t written = ::write(fd.get(), text.data(), text.size());
-    if (written < 0 && errno == EINTR) continue;
-    good = written >= 0;
-    if (good) text.remove_prefix(static_cast<size_t>(written));
+  if (fd.get() < 0) return errno;
+  int error = write_all(fd.get(), text);
+  if (error == 0 && (fd.close() != 0 || ::rename(temporary.c_str(), path.c_str()) != 0)) {
+    error = errno;
   }
-  good = good && fd.close() == 0 && ::rename(temporary.c_str(), path.c_str()) == 0;
-  if (!good) {
-    const std::string reason = system_error();
-    if (is_ours) ::unlink(temporary.c_str());
-    throw IoError(fmt::format("{}: cannot be written: {}", path, reason));
+  if (error != 0) ::unlink(temporary.c_str());
+  return error;
+}
+
+[[noreturn]] void fail_to_write(const std::string& path, int error) {
+  throw IoError(fmt::format("{}: cannot be written: {}", path, std::strerror(error)));
+}
+
+}  // namespace
+
+int open_to_overwrite(const char* path, size_t nbytes) noexcept {
+  constexpr int64_t kStatBlock = 512;
+  const int fd = ::open(path, O_WRONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY | O_NOFOLLOW);
+  struct stat status {};
+  if (fd >= 0 && ::fstat(fd, &status) == 0 && S_ISREG(status.st_mode) &&
+      static_cast<size_t>(status.st_blocks * kStatBlock) >= nbytes) {
+    return fd;
   }
+  if (fd >= 0) ::close(fd);
+  return -1;
+}
+
+void write_file_atomically(const std::string& path, std::string_view text) {
+  if (const int error = replace_file(path, text); error != 0) fail_to_write(path, error);
+}
+
+void write_short_file(const std::string& path, std::string_view text) {
+  const int error = replace_file(path, text);
+  if (error == 0) return;
+  if (error == ENOSPC || error == EDQUOT) {
+    const Descriptor fd(open_to_overwrite(path.c_str(), text.size()));
+    if (fd.get() >= 0 && write_all(fd.get(), text) == 0 &&
+        ::ftruncate(fd.get(), static_cast<off_t>(text.size())) == 0) {
+      return;
+    }
+  }
+  fail_to_write(path, error);
 }
 
 }  // namespace tessera

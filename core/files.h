@@ -55,4 +55,12 @@ int open_new_file(const std::string& path);
 /// open_new_file, and renames. IoError with the system's reason.
 void write_file_atomically(const std::string& path, std::string_view text);
 
+/// The same for a short text that has to be there: where the disk has no room for a second file
+/// beside it, the text goes over that of the file, into the blocks that it has (a reader may see
+/// some of both for a moment). IoError.
+void write_short_file(const std::string& path, std::string_view text);
+/// For that: the file's first `nbytes` open for writing, if it has blocks for as many; else -1. Half
+/// a text, where the blocks end, would be worse than the one before. Async-signal-safe.
+int open_to_overwrite(const char* path, size_t nbytes) noexcept;
+
 }  // namespace tessera

@@ -131,7 +131,23 @@ full_disk() {
     expect 7 "error: .*$out/(metrics.jsonl|model.safetensors): cannot be written: No space left" \
       full "$train" "${common[@]}" --output.dir="$out" --train.steps=500 --data.tokenizer=char
     check "the metrics are whole" json "$out.copy/metrics.jsonl"
-    check "it is not finished" grep -vq '"state":"finished"' "$out.copy/status.json"
+    check "it failed" grep -q '"state":"failed".*No space left' "$out.copy/status.json"
+    check "and says nothing else" [ "$(wc -l <"$out.copy/status.json")" = 1 ]
+    # It dies when there is room for nothing any more.
+    rm -r "$out.copy"
+    unshare -rm bash -c 'mount -t tmpfs -o size=1m tmpfs "$1" && out=$1 && shift
+      ulimit -c 0
+      "$@" --output.dir="$out" --train.steps=100000000 --debug.slow_ms=5 >"$0.log" 2>&1 &
+      for _ in $(seq 600); do
+        [ -s "$out/metrics.jsonl" ] && break
+        sleep 0.1
+      done
+      kill -STOP $! && head -c 2m /dev/zero >"$out/filler"
+      kill -SEGV $! && kill -CONT $!
+      wait $!
+      rm "$out/filler" && cp -r "$out" "$0.copy"' "$out" "$out" "$train" "${common[@]}" 2>/dev/null
+    check "it failed by SIGSEGV" grep -qE '^\{"state":"failed",.*SIGSEGV.*\}$' "$out.copy/status.json"
+    check "and says nothing else then" [ "$(wc -l <"$out.copy/status.json")" = 1 ]
   else
     echo "skipped: full disk (no mounts of one's own here)"
   fi
