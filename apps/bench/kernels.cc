@@ -9,6 +9,7 @@
 #include "apps/bench/bench.h"
 #include "apps/command_line.h"
 #include "apps/program.h"
+#include "core/autograd.h"
 #include "core/elementary/kernel.h"
 #include "core/runtime/context.h"
 #include "core/tensor.h"
@@ -16,6 +17,7 @@
 #include "kernels/attention/kernel.h"
 #include "kernels/embedding/kernel.h"
 #include "kernels/loss/kernel.h"
+#include "kernels/loss_scale/kernel.h"
 #include "kernels/matmul/backend.h"
 #include "kernels/matmul/cuda/cublaslt.h"
 #include "kernels/matmul/kernel.h"
@@ -25,9 +27,11 @@
 #include "kernels/pointwise/kernel.h"
 #include "kernels/random/kernel.h"
 #include "kernels/random/random.h"
+#include "kernels/rank_reduce/kernel.h"
 #include "kernels/reduce/kernel.h"
 #include "kernels/rope/kernel.h"
 #include "kernels/shaping/kernel.h"
+#include "kernels/shaping/shaping.h"
 #include "kernels/softmax/kernel.h"
 
 namespace tessera::apps {
@@ -98,6 +102,7 @@ class Bench {
       norms();
       elementwise();
       pointwise();
+      shaping();
       rows();
       embedding();
       losses();
@@ -394,6 +399,24 @@ class Bench {
          {data(sums), data(x), data(index), dtype_, kI32, 1, R, R, F});
   }
 
+  /// Ops that are copies into parts of their result, and fills.
+  void shaping() const {
+    const NoGrad no_grad;
+    const int64_t R = s_.R(), F = s_.F;
+    const Tensor x = random({R, F}, dtype_, 1), other = random({R, F}, dtype_, 2),
+                 y = empty_like(x);
+    const auto moved = static_cast<double>(4 * x.nbytes());
+    const auto run = [&](const std::string& op, const std::function<Tensor()>& submit) {
+      report(name_for(op, by(R, F)), 0, moved, [&] { submit(); });
+    };
+    run("cat", [&] { return cat({x, other}, 0); });
+    run("cat_cols", [&] { return cat({x, other}, 1); });
+    run("stack", [&] { return stack({x, other}, 0); });
+    run("stack_cols", [&] { return stack({x, other}, 2); });
+    time("fill", by(R, F), k::fill, {data(y), dtype_, x.shape(), x.strides(), 0.5});
+    time("fill_uniform", by(R, F), k::fill_uniform, {data(y), dtype_, {1, 2}, 0, R * F, -1, 1});
+  }
+
   void rows() const {
     // Attention's logits: a row for each head and query, as wide as the context.
     const int64_t C = s_.T, R = std::min(s_.B * s_.H * s_.T, (int64_t{64} << 20) / C);
@@ -486,6 +509,13 @@ class Bench {
     time("partial_norm", shape, k::partial_norm,
          {partial.data<double>(), flags.data<uint8_t>(), scratch.data<double>(), data(x),
           bounds.data<int64_t>(), dtype_, numel, 1, 2.0});
+    constexpr int kRanks = 8;
+    const Tensor others = random({kRanks - 1, numel}, dtype_, 2);
+    time("rank_reduce", fmt::format("{}x{}", kRanks, numel), k::rank_reduce,
+         {data(x), data(x), data(others), others.nbytes() / (kRanks - 1), 0, kRanks, numel, dtype_,
+          dtype_});
+    time("scale_check", shape, k::scale_check,
+         {data(x), data(x), flags.data<uint8_t>(), dtype_, dtype_, 0.5f, numel});
     const Tensor checked = from_values({int64_t{0}, numel, int64_t{0}}, {1, 3});
     const Tensor checksum = zeros({1}, kI64);
     time("checksum", shape, k::checksum,
@@ -500,7 +530,10 @@ class Bench {
     for (const DType low : {kF32, kBF16}) {  // named by the dtype that gathers send
       dtype_ = low;
       const bool has_low = low != kF32;
-      if (!is_wanted(name_for("adamw_step", shape)) && !is_wanted(name_for("sgd_step", shape))) {
+      const std::string_view ops[] = {"adamw_step", "lion_step", "sgd_step", "round_low"};
+      if (std::none_of(std::begin(ops), std::end(ops), [&](std::string_view op) {
+            return is_wanted(name_for(std::string(op), shape));
+          })) {
         continue;
       }
       const Tensor master = random({s_.N}, kF32, 1), grad = random({s_.N}, kF32, 2),
@@ -517,10 +550,17 @@ class Bench {
       adamw.exp_avg = m.data<float>(), adamw.exp_avg_sq = v.data<float>();
       adamw.step = step.data<int64_t>(), adamw.beta1 = 0.9, adamw.beta2 = 0.95, adamw.eps = 1e-8;
       time("adamw_step", shape, k::adamw_step, adamw);
+      k::LionStep lion{};
+      static_cast<k::FlatUpdate&>(lion) = flat;
+      lion.exp_avg = m.data<float>(), lion.beta1 = 0.9, lion.beta2 = 0.99;
+      time("lion_step", shape, k::lion_step, lion);
       k::SgdStep sgd{};
       static_cast<k::FlatUpdate&>(sgd) = flat;
       sgd.momentum_buffer = m.data<float>(), sgd.momentum = 0.9f, sgd.nesterov = false;
       time("sgd_step", shape, k::sgd_step, sgd);
+      k::RoundLow round{};
+      static_cast<k::FlatUpdate&>(round) = flat;
+      if (has_low) time("round_low", shape, k::round_low, round);
     }
   }
 
