@@ -1,5 +1,5 @@
-// mutate [COUNT [SEED]] [--corpus=DIR]: good inputs of every target, the files in DIR/<target>/,
-// and COUNT mutations of all of them in total, drawn from the seed. Anything but an answer or an
+// mutate [COUNT [SEED]] [--corpus=DIR]: of every target good inputs, the files in DIR/<target>/, and
+// COUNT mutations of these, drawn from the seed. Anything but an answer or an
 // Error ends the program: a crash or what the sanitizers find, 10 s for one input, or a single
 // allocation of more than twice the input (and 64 KiB for what does not depend on it).
 
@@ -130,7 +130,6 @@ std::string mutate(std::string bytes, const std::string& other,
 
 int run(int64_t count, uint64_t seed, const std::string& corpus) {
   Random random(seed);
-  const auto num_targets = static_cast<int64_t>(targets().size());
   for (const Target& target : targets()) {
     std::vector<std::string> inputs = target.seeds();
     for (const std::string& input : inputs) {
@@ -159,7 +158,7 @@ int run(int64_t count, uint64_t seed, const std::string& corpus) {
       ++num_runs;
     };
     for (const std::string& input : inputs) check(input);
-    for (int64_t i = 0; i < count / num_targets; ++i) {
+    for (int64_t i = 0; i < count; ++i) {
       const std::string& other = inputs[below(random, inputs.size())];
       const size_t num_bases = i % 2 == 0 ? num_seeds : inputs.size();
       check(mutate(inputs[below(random, num_bases)], other, words, random));
