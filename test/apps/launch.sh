@@ -197,6 +197,29 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) % 256)
 PYTHON
 preempted "a terminal that closes" "asked to end by SIGHUP" $?
 
+# Under mpirun, which leaves its ranks about a second: the end of the step may be reached or not.
+ended() {  # NAME
+  local problem="" state
+  state=$(state)
+  [[ "$state" = preempted || "$state" = failed ]] || problem="state $state"
+  [ -n "$(why)" ] || problem="$problem, no reason"
+  ! pgrep -f -- "--output.dir=$out " >/dev/null || problem="$problem, ranks are left"
+  report "$1" "$problem"
+}
+if [ -n "$mpirun" ]; then
+  for signal in HUP XCPU; do
+    rm -rf "$out"
+    (exec "${mpi[@]}" -n 2 "${long[@]}") >"$dir/log" 2>&1 &
+    wait_for_steps
+    kill "-$signal" $!
+    wait $!
+    ended "SIG$signal to mpirun"
+  done
+  rm -rf "$out"
+  (ulimit -c 0 && exec "${mpi[@]}" -n 2 "${long[@]}") 2>"$dir/log" | head -3 >/dev/null
+  ended "mpirun | head"
+fi
+
 for signal in SEGV BUS ABRT; do
   rm -rf "$out"
   (ulimit -c 0 && exec "${long[@]}") >"$dir/log" 2>&1 &
