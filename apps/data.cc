@@ -17,13 +17,30 @@ constexpr int64_t kHeaderNbytes = kHeaderInts * 4;
 constexpr int32_t kMagicU16 = 20240520, kVersionU16 = 1;
 constexpr int32_t kMagicU32 = 20240801, kVersionU32 = 7;
 
+/// For glob(3), with the folders that are there taken as they are: "[x]/a*.bin" is in a folder [x].
+std::string with_plain_folders(const std::string& pattern) {
+  size_t slash = pattern.rfind('/');
+  struct stat place {};
+  while (slash != std::string::npos && slash > 0 &&
+         (::stat(pattern.substr(0, slash).c_str(), &place) != 0 || !S_ISDIR(place.st_mode))) {
+    slash = pattern.rfind('/', slash - 1);
+  }
+  if (slash == std::string::npos) return pattern;
+  std::string plain;
+  for (const char c : pattern.substr(0, slash)) {
+    if (std::string_view("[]*?\\").find(c) != std::string_view::npos) plain += '\\';
+    plain += c;
+  }
+  return plain + pattern.substr(slash);
+}
+
 /// The path itself if it is there, whatever characters it has; else what it means to glob(3), where
-/// a backslash takes the one after it as it is. "./[x]/a*.bin" needs one: "./\[x]/a*.bin".
+/// a backslash takes the one after it as it is.
 std::vector<std::string> files_of_glob(const char* key, const std::string& pattern) {
   struct stat place {};
   if (::lstat(pattern.c_str(), &place) == 0) return {pattern};
   ::glob_t found{};
-  const int status = ::glob(pattern.c_str(), 0, nullptr, &found);  // sorted
+  const int status = ::glob(with_plain_folders(pattern).c_str(), 0, nullptr, &found);  // sorted
   std::vector<std::string> paths(found.gl_pathv, found.gl_pathv + found.gl_pathc);
   ::globfree(&found);
   if (status != 0 || paths.empty()) {

@@ -548,6 +548,8 @@ void check_trace_path(const Config& config, int rank) {
   }
   if (fs::is_directory(path, ignored)) fail("a directory");
   const bool exists = fs::exists(path, ignored);
+  // The end would wait for somebody who reads it.
+  if (fs::is_fifo(path, ignored) || fs::is_socket(path, ignored)) fail("no regular file");
   if (::access(exists ? name.c_str() : parent.c_str(), W_OK) != 0) fail(std::strerror(errno));
   if (!fs::is_regular_file(path, ignored) || fs::file_size(path, ignored) == 0) return;
   std::ifstream file(name, std::ios::binary);

@@ -575,6 +575,8 @@ TEST_CASE("run dir: a timeline that cannot be written is found before the first 
   };
   CHECK_THAT(error("none/trace"), Catch::StartsWith(": no directory " + dir / "none"));
   CHECK_THAT(error("folder"), Catch::StartsWith(": a directory"));
+  REQUIRE(::mkfifo((dir / "fifo").c_str(), 0600) == 0);
+  CHECK_THAT(error("fifo"), Catch::StartsWith(": no regular file"));
   CHECK_THAT(error("book"),
              Catch::StartsWith(": a file with something else than a timeline in it"));
   fs::create_directory(dir / "trace.1");  // of the second rank
