@@ -28,11 +28,22 @@ std::string fingerprint(const Corpus& corpus) {
   for (const TokenArray& shard : corpus.shards) {
     const int64_t count = shard.num_tokens();
     add(count);
+    if (!shard.is_mapped()) {
+      const std::string_view bytes = shard.bytes(0, count);
+      hasher.update(bytes.data(), std::ssize(bytes));
+      continue;
+    }
     for (int64_t i = 0; i < std::min(count, kNumTokens); ++i) add(shard[i]);
     for (int64_t i = std::max<int64_t>(0, count - kNumTokens); i < count; ++i) add(shard[i]);
     shard.check();
   }
   return fmt::format("{} tokens, {:016x}", corpus.num_tokens(), hasher.digest());
+}
+
+std::string validation_id(const Corpus& corpus, const Config& config) {
+  const int64_t num_samples = config.train.eval_batches * config.train.micro_batch;
+  return fmt::format("{}, {} samples of {}", fingerprint(corpus),
+                     num_samples == 0 ? "all" : std::to_string(num_samples), config.model.context);
 }
 
 std::optional<DType> stored_param_dtype(const Config& config, dist::World& world) {
@@ -100,6 +111,7 @@ std::optional<dist::Progress> Checkpointing::start(const dist::TrainingState& st
     progress = reader.manifest().progress;
     if (adopts_run_) run_ = reader.manifest().run;  // it is that run from here on
     resumed_from_ = reader.dir();
+    resumed_content_ = progress->data_content;
     if (world_.rank() == 0) {
       print_(fmt::format("resumed from {} ({} ranks wrote it)", reader.dir(),
                          reader.manifest().world_size));
@@ -178,6 +190,18 @@ void Checkpointing::check_identity(const dist::CheckpointReader& reader,
   if (changes.empty()) return;
   throw ConfigError(fmt::format("{}: {}; expected the same, or --resume.override", reader.dir(),
                                 join_few(changes, "; ")));
+}
+
+void Checkpointing::check_content(const std::string& data_content) const {
+  if (config_.checkpoint.resume_override || resumed_content_.empty() || data_content.empty() ||
+      resumed_content_ == data_content) {
+    return;
+  }
+  const ConfigError error(fmt::format(
+      "{}: training data: the number of tokens, the first and the last are the same, others are "
+      "not; expected the same, or --resume.override",
+      resumed_from_));
+  world_.control().verdict(&error);  // all ranks have it
 }
 
 /// Settings that are not the checkpoint's, which the run goes on with.

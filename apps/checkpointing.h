@@ -16,9 +16,12 @@
 
 namespace tessera::apps {
 
-/// A short text that differs for other training data: lengths of the shards and hashes of their
-/// first and last tokens.
+/// A short text that differs for other data, found at once: the lengths of the shards, hashes of
+/// what is in memory, and of the first and last 65,536 tokens of what is in a file. That a file has
+/// other tokens between those is seen when it is read (TokenCheck::content).
 std::string fingerprint(const Corpus& corpus);
+/// The same of what an evaluation goes through.
+std::string validation_id(const Corpus& corpus, const Config& config);
 
 /// `precision.param_dtype` of the checkpoint that `checkpoint.resume` means, if the configuration
 /// leaves it to that; empty without one that can be read. Collective.
@@ -68,6 +71,10 @@ class Checkpointing {
 
   const std::string& dir() const { return dir_; }
   const std::string& run() const { return run_; }
+  /// Once they are known, the hashes of all data against those of the checkpoint it goes on from:
+  /// Errors   ConfigError if the run was trained on other tokens, without resume_override; the same
+  ///          on all ranks
+  void check_content(const std::string& data_content) const;
   /// The checkpoint that `start` has loaded; empty: none.
   const std::string& resumed_from() const { return resumed_from_; }
 
@@ -80,7 +87,7 @@ class Checkpointing {
 
   const Config& config_;
   dist::World& world_;
-  std::string dir_, run_, resumed_from_;
+  std::string dir_, run_, resumed_from_, resumed_content_;
   std::chrono::steady_clock::time_point last_begin_ = std::chrono::steady_clock::now();
   Print print_;
   std::unique_ptr<dist::CheckpointWriter> writer_;

@@ -329,8 +329,11 @@ Data load_data(const Config& config) {
     all.shards.push_back(load_text(config, data.tokenizer));
   } else {
     all = load_shards("data.tokens", config.data.tokens);
-    data.files = all.shards;
   }
+  for (const TokenArray& shard : all.shards) {
+    if (shard.is_mapped()) data.files.push_back(shard);
+  }
+  data.num_train_files = data.files.size();
   if (!config.data.val_tokens.empty()) {
     data.train = std::move(all);
     data.val = load_shards("data.val_tokens", config.data.val_tokens);

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "apps/config.h"
@@ -32,6 +33,12 @@ class TokenArray {
   int64_t operator[](int64_t i) const;
   /// The largest id of [begin, end); -1 if that is empty.
   int64_t largest(int64_t begin, int64_t end) const;
+  bool is_mapped() const { return file_ != nullptr; }
+  /// Tokens [begin, end) as they are in memory.
+  std::string_view bytes(int64_t begin, int64_t end) const {
+    return {reinterpret_cast<const char*>(data_ + begin * bytes_per_token_),
+            static_cast<size_t>((end - begin) * bytes_per_token_)};
+  }
   TokenArray slice(int64_t begin, int64_t num_tokens) const;
   /// After reading: MappedFile::check of the file that it is in, if any. InputError.
   void check() const;
@@ -60,8 +67,9 @@ struct Corpus {
 std::string short_shards(const Corpus& corpus, int64_t context);
 
 struct Data {
-  Corpus train, val;                     ///< val is empty for val_fraction = 0
-  std::vector<TokenArray> files;         ///< token shards as they are on the disk; none for a text
+  Corpus train, val;              ///< val is empty for val_fraction = 0
+  std::vector<TokenArray> files;  ///< whole, as they are on the disk; what is in memory is not
+  size_t num_train_files = 0;     ///< of these; the rest is data.val_tokens
   std::shared_ptr<Tokenizer> tokenizer;  ///< none for token shards
   int64_t vocab_size = 0;                ///< model.vocab, or the tokenizer's size
 };

@@ -13,19 +13,22 @@
 #include "core/check.h"
 #include "core/files.h"
 #include "core/log.h"
+#include "dist/checkpoint/manifest.h"
 
 namespace tessera::apps {
 namespace {
 
-/// What tells that a file is the one that was read: size, inode and time of the last change.
+/// What tells that a file is the one that was read. Who writes into a file can give it any time of
+/// modification, but the inode has the time of that.
 std::optional<std::string> identity_of(const std::string& path) {
   struct stat status {};
   if (::stat(path.c_str(), &status) != 0) return std::nullopt;
-  return fmt::format("{} {} {}.{:09}", status.st_size, status.st_ino, status.st_mtim.tv_sec,
-                     status.st_mtim.tv_nsec);
+  return fmt::format("{} {} {}.{:09} {}.{:09}", status.st_size, status.st_ino,
+                     status.st_mtim.tv_sec, status.st_mtim.tv_nsec, status.st_ctim.tv_sec,
+                     status.st_ctim.tv_nsec);
 }
 
-constexpr std::string_view kResultsHeader = "tessera-token-check 1";
+constexpr std::string_view kResultsHeader = "tessera-token-check 2";
 
 }  // namespace
 
@@ -34,6 +37,7 @@ TokenCheck::TokenCheck(std::vector<TokenArray> files, Options options, dist::Wor
       options_(std::move(options)),
       world_(world),
       largest_(files_.size(), -1),
+      hashes_(files_.size(), 0),
       is_known_(files_.size(), false) {
   read_results();
   const auto ranks = static_cast<size_t>(world_.world_size());
@@ -85,8 +89,21 @@ bool TokenCheck::finish(const std::function<bool()>& is_to_end) {
 
 void TokenCheck::decide_at_last() {
   decide();
+  std::vector<uint64_t> all(hashes_.size() * static_cast<size_t>(world_.world_size()));
+  world_.control().all_gather(all.data(), hashes_.data(),
+                              static_cast<int64_t>(hashes_.size() * sizeof(uint64_t)));
+  for (size_t i = 0; i < hashes_.size(); ++i) {
+    if (is_known_[i]) continue;
+    hashes_[i] = 0;
+    for (size_t k = i; k < all.size(); k += hashes_.size()) hashes_[i] += all[k];
+  }
   is_decided_ = true;
-  if (world_.rank() == 0) write_results();
+  if (keeps_results_) write_results();
+}
+
+void TokenCheck::keep_results() {
+  keeps_results_ = true;
+  if (is_decided_) write_results();
 }
 
 void TokenCheck::read_pieces(double max_seconds) {
@@ -95,20 +112,40 @@ void TokenCheck::read_pieces(double max_seconds) {
   for (; !is_through() && !is_ending_; ++next_piece_) {
     if (std::chrono::duration<double>(Clock::now() - start).count() > max_seconds) return;
     if (options_.on_piece) options_.on_piece();
-    const Piece& piece = pieces_[next_piece_];
-    const TokenArray& file = files_[piece.file];
-    const int64_t largest = file.largest(piece.begin, piece.end);
-    file.check();
-    num_read_ += piece.end - piece.begin;
-    largest_[piece.file] = std::max(largest_[piece.file], largest);
-    if (largest < options_.vocab_size || bad_file_ >= 0) continue;
-    bad_position_ = piece.begin;
-    while (bad_position_ + 1 < piece.end && file[bad_position_] < options_.vocab_size) {
-      ++bad_position_;  // the file may be cut meanwhile
-    }
-    bad_id_ = file[bad_position_];
-    bad_file_ = static_cast<int64_t>(piece.file);
+    read_piece(pieces_[next_piece_]);
   }
+}
+
+void TokenCheck::read_piece(const Piece& piece) {
+  constexpr int64_t kBlock = 64 << 10;  // is in the cache when it is read again
+  const TokenArray& file = files_[piece.file];
+  dist::Hasher hasher;
+  hasher.update(&piece.begin, sizeof(piece.begin));
+  int64_t largest = -1;
+  for (int64_t begin = piece.begin; begin < piece.end; begin += kBlock) {
+    const int64_t end = std::min(begin + kBlock, piece.end);
+    const std::string_view bytes = file.bytes(begin, end);
+    hasher.update(bytes.data(), std::ssize(bytes));
+    largest = std::max(largest, file.largest(begin, end));
+  }
+  file.check();
+  num_read_ += piece.end - piece.begin;
+  hashes_[piece.file] += hasher.digest();
+  largest_[piece.file] = std::max(largest_[piece.file], largest);
+  if (largest < options_.vocab_size || bad_file_ >= 0) return;
+  bad_position_ = piece.begin;
+  while (bad_position_ + 1 < piece.end && file[bad_position_] < options_.vocab_size) {
+    ++bad_position_;  // the file may be cut meanwhile
+  }
+  bad_id_ = file[bad_position_];
+  bad_file_ = static_cast<int64_t>(piece.file);
+}
+
+std::string TokenCheck::content(size_t begin, size_t end) const {
+  if (begin == end) return "";
+  return fmt::format("{:016x}",
+                     dist::hash_of(hashes_.data() + begin,
+                                   static_cast<int64_t>((end - begin) * sizeof(uint64_t))));
 }
 
 void TokenCheck::decide() {
@@ -145,39 +182,51 @@ void TokenCheck::decide() {
 
 /// Rank 0's: other nodes may see another file, or none.
 void TokenCheck::read_results() {
-  std::map<std::string, std::pair<std::string, int64_t>> results;
+  struct Result {
+    std::string identity;
+    int64_t largest;
+    uint64_t hash;
+  };
+  std::map<std::string, Result> results;
   if (world_.rank() == 0 && !options_.results_path.empty()) {
     std::ifstream in(options_.results_path);
     std::string line;
     if (std::getline(in, line) && line == kResultsHeader) {
       while (std::getline(in, line)) {
         std::istringstream words(line);
-        std::string nbytes, inode, time, path;
+        std::string nbytes, inode, modified, changed, path;
         int64_t largest = -1;
-        if (!(words >> largest >> nbytes >> inode >> time) || words.get() != ' ') continue;
+        uint64_t hash = 0;
+        words >> largest >> std::hex >> hash >> nbytes >> inode >> modified >> changed;
+        if (!words || words.get() != ' ') continue;
         std::getline(words, path);
-        results[path] = {fmt::format("{} {} {}", nbytes, inode, time), largest};
+        results[path] = {fmt::format("{} {} {} {}", nbytes, inode, modified, changed), largest,
+                         hash};
       }
     }
   }
   for (size_t i = 0; i < files_.size(); ++i) {
     const auto found = results.find(files_[i].name());
-    if (found == results.end() || found->second.first != identity_of(files_[i].name())) continue;
-    largest_[i] = found->second.second;
+    if (found == results.end() || found->second.identity != identity_of(files_[i].name())) continue;
+    largest_[i] = found->second.largest;
+    hashes_[i] = found->second.hash;
   }
   world_.control().broadcast(largest_.data(),
                              static_cast<int64_t>(largest_.size() * sizeof(int64_t)), 0);
+  world_.control().broadcast(hashes_.data(),
+                             static_cast<int64_t>(hashes_.size() * sizeof(uint64_t)), 0);
   for (size_t i = 0; i < files_.size(); ++i) is_known_[i] = largest_[i] >= 0;
 }
 
 void TokenCheck::write_results() const {
-  if (options_.results_path.empty()) return;
+  if (world_.rank() != 0 || options_.results_path.empty()) return;
   std::string text = fmt::format("{}\n", kResultsHeader);
   for (size_t i = 0; i < files_.size(); ++i) {
     const auto identity = identity_of(files_[i].name());
     const bool is_one_line = files_[i].name().find('\n') == std::string::npos;
     if (identity && is_one_line && files_[i].num_tokens() > 0) {
-      text += fmt::format("{} {} {}\n", largest_[i], *identity, files_[i].name());
+      text +=
+          fmt::format("{} {:016x} {} {}\n", largest_[i], hashes_[i], *identity, files_[i].name());
     }
   }
   try {

@@ -13,11 +13,13 @@
 
 namespace tessera::apps {
 
-/// Every token of the shards is read once at the start of a run, so that an id which the vocabulary
-/// lacks ends it there and not in the middle. The ranks share the work out in pieces; what is not
-/// through after `max_seconds` goes on in a thread beside the first steps.
-/// The largest id of each file is kept in `results_path` with the file's size, inode and time, and
-/// a file that has not changed since is not read again.
+/// Every token of the files is read once at the start of a run, so that an id which the vocabulary
+/// lacks ends it there and not in the middle, and a resume can tell that the data is what it was to
+/// the last token. The ranks share the work out in pieces; what is not through after `max_seconds`
+/// goes on in a thread beside the first steps.
+/// Largest id and hash of each file are kept in `results_path` with what tells that it is the same:
+/// size, inode, and the times of its last change, of which nobody can set that of the inode. A file
+/// that has not changed since is not read again.
 class TokenCheck {
  public:
   struct Options {
@@ -40,6 +42,13 @@ class TokenCheck {
   /// for: then false, and the reading goes on. Nothing the second time. Collective.
   /// Errors   as above
   bool finish(const std::function<bool()>& is_to_end);
+  /// From now on what it has found is kept in `results_path`, which belongs to the run.
+  void keep_results();
+  /// All is read.
+  bool is_decided() const { return is_decided_; }
+  /// Once it is decided: what tells files [begin, end) from any others, in a few characters; empty
+  /// without one.
+  std::string content(size_t begin, size_t end) const;
   int64_t num_read() const { return num_read_; }  ///< tokens, by this rank
 
  private:
@@ -50,6 +59,7 @@ class TokenCheck {
   /// This rank's pieces from the next one on, for at most `max_seconds`.
   void read_pieces(double max_seconds);
   bool is_through() const { return next_piece_ == pieces_.size(); }
+  void read_piece(const Piece& piece);
   /// The verdict of all ranks on what they have read.
   void decide();
   void decide_at_last();
@@ -60,12 +70,13 @@ class TokenCheck {
   const Options options_;
   dist::World& world_;
   std::vector<int64_t> largest_;  // of each file, as far as it was read here
+  std::vector<uint64_t> hashes_;  // of each file: the sum of those of its pieces
   std::vector<bool> is_known_;    // from an earlier run
   std::vector<Piece> pieces_;     // of this rank
   size_t next_piece_ = 0;
   int64_t num_read_ = 0;
   int64_t bad_file_ = -1, bad_position_ = 0, bad_id_ = 0;  // the first that this rank has found
-  bool is_decided_ = false;
+  bool is_decided_ = false, keeps_results_ = false;
   std::atomic<bool> is_ending_ = false, has_ended_ = false;  // of the thread
   std::exception_ptr error_;  // of the thread: a file that cannot be read any more
   std::thread thread_;

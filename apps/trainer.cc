@@ -112,6 +112,8 @@ class Trainer {
 
  private:
   void check_tokens() const;
+  void check_contents();
+  void forget_other_best(const dist::Progress& there);
   void count_batches();
   void describe();
   void resume();
@@ -145,7 +147,7 @@ class Trainer {
   StatusFile& status_;
   std::atomic<int64_t>* steps_done_;
   Data data_;
-  std::string data_id_;
+  std::string data_id_, data_content_, val_id_, val_content_;  // contents once they are read
   std::optional<TrainSamples> samples_;
   std::optional<EvalSamples> eval_samples_;
   std::optional<TokenCheck> token_check_;  // over before the first save or evaluation
@@ -172,6 +174,8 @@ class Trainer {
   bool is_rewind_due_ = false, is_best_ = false, is_end_saved_ = false;
   double last_lr_ = 0;
   std::optional<double> val_loss_, best_val_loss_;  // of the state now; of all
+  std::optional<dist::Progress> resumed_;           // from the checkpoint
+  bool has_contents_ = false;
   std::unique_ptr<dist::StateGuard> state_guard_;
   SlowRank slow_rank_;
   double last_step_ms_ = 0;
@@ -203,6 +207,7 @@ Trainer::Trainer(const Config& config, dist::World& world, Data data, RunDir& ru
   world_.control().verdict([&] {
     check_tokens();
     data_id_ = fingerprint(data_.train);
+    val_id_ = validation_id(data_.val, config_);
     const SampleOptions options = sample_options(config_, data_.vocab_size);
     samples_.emplace(data_.train, options);
     eval_samples_.emplace(data_.val, options);
@@ -256,13 +261,19 @@ void Trainer::resume() {
     val_loss_ = progress->val_loss;
     best_val_loss_ = progress->best_val_loss;
     *steps_done_ = step_;
+    resumed_ = progress;
+    // A save that comes before all is read is of the data that it says, or that nothing is known of.
+    if (!config_.checkpoint.resume_override) data_content_ = progress->data_content;
+    forget_other_best(*progress);
   }
+  if (token_check_->is_decided()) check_contents();
   if (guard_.rewinds()) {
     const dist::TrainingState state{model_.get(), fsdp_.get(), optimizer_.get(), &*scaler_};
     snapshot_ = std::make_unique<dist::Snapshot>(dist::held_slices(state));
   }
   // What there was before is touched only now that all of the above has gone well.
   run_dir_.begin(step_, checkpoints_.resumed_from(), checkpoints_.run());
+  token_check_->keep_results();
   world_.control().verdict([&] {
     if (world_.rank() != 0) return;
     log_ = std::make_unique<MetricsLog>(MetricsLog::Options{
@@ -281,6 +292,31 @@ void Trainer::resume() {
     describe();
     for (const std::string& line : early_lines_) log_->print(line);
   }
+}
+
+/// Once, when all tokens are read: what they are, and whether they are those of the checkpoint.
+void Trainer::check_contents() {
+  if (has_contents_) return;
+  has_contents_ = true;
+  const size_t num_train = data_.num_train_files, num_files = data_.files.size();
+  data_content_ = token_check_->content(0, num_train);
+  val_content_ = token_check_->content(num_train, num_files);
+  if (num_files == num_train) val_content_ = data_content_;  // a part of the same
+  if (!resumed_) return;
+  checkpoints_.check_content(data_content_);
+  forget_other_best(*resumed_);
+}
+
+/// Losses of other validation data are not compared with those to come.
+void Trainer::forget_other_best(const dist::Progress& there) {
+  if (!best_val_loss_ || dist::is_same_validation(there, progress())) return;
+  const std::string line = fmt::format(
+      "resume: the validation data is another than that of the checkpoint: its best loss, {:.4f}, "
+      "is not compared with those to come",
+      *best_val_loss_);
+  best_val_loss_.reset();
+  if (world_.rank() != 0) return;
+  log_ != nullptr ? log_->print(line) : early_lines_.push_back(line);
 }
 
 /// What the configuration says of tokens, before the first step instead of after the last.
@@ -628,6 +664,9 @@ dist::Progress Trainer::progress() const {
           .best_val_loss = best_val_loss_,
           .seed = static_cast<uint64_t>(config_.train.seed),
           .data_id = data_id_,
+          .data_content = data_content_,
+          .val_id = val_id_,
+          .val_content = val_content_,
           .config = dump_config(config_)};
 }
 
@@ -730,6 +769,7 @@ TrainResult Trainer::run() {
     // Who asked for the end may not leave the time for it: a resume reads the tokens again.
     if ((is_eval_due || is_save_due) && !decision.is_preempted && !decision.has_failed) {
       decision.is_preempted = !token_check_->finish(is_preemption_requested);
+      if (!decision.is_preempted) check_contents();
     }
     const bool is_cut = decision.is_preempted || decision.has_failed;
     const bool is_end = is_last && !is_cut, evaluates = is_eval_due && !is_cut;

@@ -153,6 +153,9 @@ ordered_json progress_json(const Progress& p) {
           {"best_val_loss", optional(p.best_val_loss)},
           {"seed", p.seed},
           {"data_id", p.data_id},
+          {"data_content", p.data_content},
+          {"val_id", p.val_id},
+          {"val_content", p.val_content},
           {"config", p.config}};
 }
 
@@ -169,6 +172,11 @@ Progress parse_progress(const Reader& in, const json& object) {
   p.best_val_loss = in.number(object, "best_val_loss", where);
   p.seed = static_cast<uint64_t>(in.size(object, "seed", where));
   p.data_id = in.string(object, "data_id", where);
+  for (auto [key, text] : {std::pair{"data_content", &p.data_content},
+                           {"val_id", &p.val_id},
+                           {"val_content", &p.val_content}}) {
+    if (object.contains(key)) *text = in.string(object, key, where);  // not always written
+  }
   p.config = in.string(object, "config", where);
   return p;
 }
@@ -269,6 +277,13 @@ class HeadParser : public json::json_sax_t {
 };
 
 }  // namespace
+
+bool is_same_validation(const Progress& a, const Progress& b) {
+  const auto differ = [](const std::string& x, const std::string& y) {
+    return !x.empty() && !y.empty() && x != y;
+  };
+  return !differ(a.val_id, b.val_id) && !differ(a.val_content, b.val_content);
+}
 
 std::optional<ManifestHead> parse_manifest_head(std::string_view text) {
   HeadParser parser;

@@ -46,9 +46,14 @@ struct Progress {
   std::optional<double> val_loss;  ///< of the parameters in this checkpoint
   std::optional<double> best_val_loss;  ///< so far
   uint64_t seed = 0;
-  std::string data_id;  ///< fingerprint of the training data
-  std::string config;   ///< resolved, TOML
+  std::string data_id;              ///< fingerprint of the training data
+  std::string data_content;         ///< hash of all of it; empty: not known
+  std::string val_id, val_content;  ///< the same of what val_loss is of; empty: not known
+  std::string config;               ///< resolved, TOML
 };
+
+/// Whether the losses of the two are of the same data, as far as it is known.
+bool is_same_validation(const Progress& a, const Progress& b);
 
 struct SliceRecord {
   int64_t file = 0;            ///< index in `Manifest::files`

@@ -92,7 +92,7 @@ class SliceHasher {
 struct CheckpointWriter::Known {
   std::string dir;
   int64_t step, sequence;
-  std::optional<double> val_loss;
+  std::optional<double> val_loss;  // of the validation data that the last one saved has
 };
 
 /// Runs jobs one after the other, below the priority of the threads that compute.
@@ -365,7 +365,7 @@ void CheckpointWriter::commit(Manifest manifest) {
     const std::string name = entry.path().filename().string();
     if (!names.contains(name) && is_checkpoint_file_name(name)) fs::remove(entry.path());
   }
-  std::vector<Known> known = known_checkpoints();
+  std::vector<Known> known = known_checkpoints(manifest.progress);
   for (const Known& k : known) manifest.sequence = std::max(manifest.sequence, k.sequence);
   ++manifest.sequence;
   if (first_sequence_ == 0) first_sequence_ = manifest.sequence;
@@ -398,14 +398,17 @@ std::vector<size_t> superfluous_checkpoints(std::span<const CheckpointRank> chec
   return superfluous;
 }
 
-std::vector<CheckpointWriter::Known> CheckpointWriter::known_checkpoints() const {
+std::vector<CheckpointWriter::Known> CheckpointWriter::known_checkpoints(
+    const Progress& saved) const {
   std::vector<Known> known;
   for (const CheckpointPlace& place : list_checkpoints(options_.dir)) {
     if (fs::is_symlink(place.dir) || is_left_alone(place.dir)) continue;
     try {
       const Manifest manifest = CheckpointReader(place.dir).manifest();
       if (manifest.run != options_.run) continue;
-      known.push_back({place.dir, place.step, manifest.sequence, manifest.progress.val_loss});
+      const Progress& p = manifest.progress;
+      known.push_back({place.dir, place.step, manifest.sequence,
+                       is_same_validation(p, saved) ? p.val_loss : std::nullopt});
     } catch (const CheckpointError&) {  // nothing that this run has made, as far as can be told
     }
   }

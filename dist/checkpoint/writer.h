@@ -73,7 +73,7 @@ class CheckpointWriter {
   struct Known;
   void commit(Manifest manifest);
   void prune(const Manifest& saved, std::vector<Known> known) const;
-  std::vector<Known> known_checkpoints() const;
+  std::vector<Known> known_checkpoints(const Progress& saved) const;
   void check_place() const;
   bool is_left_alone(const std::string& dir) const;
   std::string final_dir() const;

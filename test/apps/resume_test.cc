@@ -3,6 +3,7 @@
 #include <sys/resource.h>
 
 #include <cmath>
+#include <cstring>
 #include <filesystem>
 #include <nlohmann/json.hpp>
 #include <set>
@@ -277,6 +278,95 @@ TEST_CASE("resume: F41: twice from the same step is the same; other data, seed o
   train_on(2, saved.resumed(out, {"--train.seed=7", "--checkpoint.resume_override=true"}));
   CHECK(losses(out) != saved.expected);
   CHECK(losses(out).size() == kSteps);
+}
+
+namespace {
+
+/// A shard of llm.c, of which `changed` has another token.
+std::string write_shard(const TempDir& dir, const char* name, int32_t numel, int32_t changed = -1) {
+  std::string bytes(1024, '\0');
+  const int32_t header[3] = {20240520, 1, numel};
+  std::memcpy(bytes.data(), header, sizeof(header));
+  for (int64_t i = 0; i < numel; ++i) {
+    const auto token = static_cast<uint16_t>((i * i + (i == changed ? 1 : 0)) % 64);
+    bytes.append(reinterpret_cast<const char*>(&token), sizeof(token));
+  }
+  return dir.write(name, bytes);
+}
+
+}  // namespace
+
+TEST_CASE("resume: other tokens in the middle of the data are found", "[resume]") {
+  constexpr int32_t kNumel = 200'000;  // more than what is looked at first at both ends
+  const TempDir dir;
+  const std::string path = write_shard(dir, "a.bin", kNumel);
+  const auto time = std::filesystem::last_write_time(path);
+  std::vector<std::string> options = {"--data.text=",           "--data.tokens=" + path,
+                                      "--model.vocab=64",       "--train.steps=2",
+                                      "--train.eval_batches=1", "--optim.schedule=constant",
+                                      "--checkpoint.every=0"};
+  train_on(2, small_config(dir, options));
+  const std::string step = dir / "out/step-00000002";
+  options.insert(options.end(), {"--checkpoint.resume=auto", "--train.steps=3"});
+  write_shard(dir, "a.bin", kNumel, kNumel / 2);
+  std::filesystem::last_write_time(path, time);
+  for (const int ranks : {1, 2}) {
+    CHECK(error_on(ranks, small_config(dir, options)) ==
+          step +
+              ": training data: the number of tokens, the first and the last are the same, "
+              "others are not; expected the same, or --resume.override");
+  }
+  CHECK(state_of(dir / "out") == "finished");  // nothing was touched
+  // What is gone on with all the same is the data of the next checkpoint.
+  options.push_back("--checkpoint.resume_override=true");
+  train_on(2, small_config(dir, options));
+  options.back() = "--train.steps=4";
+  train_on(2, small_config(dir, options));
+  CHECK(losses(dir / "out").size() == 4);
+}
+
+TEST_CASE("resume: losses of other validation data are not compared", "[resume]") {
+  const TempDir dir;
+  std::vector<std::string> options = {
+      "--data.text=",
+      "--data.tokens=" + write_shard(dir, "a.bin", 1000),
+      "--data.val_tokens=" + write_shard(dir, "b.bin", 200),
+      "--model.vocab=64",
+      "--train.steps=4",
+      "--optim.schedule=constant",
+      "--train.eval_every=2",
+      "--checkpoint.every=2",
+      "--checkpoint.keep=1",
+  };
+  train_on(2, small_config(dir, options));
+  const auto best = [&] {
+    const auto found = dist::list_checkpoints(dir / "out");
+    return dist::CheckpointReader(found.front().dir).manifest().progress.best_val_loss.value_or(0);
+  };
+  const double before = best();
+  REQUIRE(before > 0);
+  // The model has never seen these, so that their loss is higher.
+  std::string bytes = read_file(dir / "b.bin");
+  for (size_t i = 1024; i < bytes.size(); i += 2) bytes[i] = static_cast<char>(i * 37 % 61);
+  const std::string other = dir.write("other.bin", bytes);
+  options.insert(options.end(), {"--checkpoint.resume=auto", "--train.steps=6"});
+  SECTION("the same file") {
+    train_on(2, small_config(dir, options));
+    CHECK(best() <= before);
+  }
+  SECTION("another file") {
+    options.push_back("--data.val_tokens=" + other);
+    train_on(2, small_config(dir, options));
+    CHECK(best() > before);
+    // Nor does it keep a checkpoint.
+    CHECK(saved_steps(dir / "out") == std::vector<int64_t>{6});
+  }
+  SECTION("another part of it") {
+    options.push_back("--train.eval_batches=1");
+    train_on(2, small_config(dir, options));
+    const auto metrics = read_metrics(dir / "out");
+    CHECK(best() == metrics.back()["val_loss"].get<double>());
+  }
 }
 
 TEST_CASE("resume: param_dtype that is not given is the checkpoint's", "[resume]") {

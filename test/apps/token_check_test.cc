@@ -45,6 +45,7 @@ std::string check(int ranks, const std::vector<TokenArray>& files,
     std::string error;
     try {
       TokenCheck tokens(files, options, world);
+      tokens.keep_results();
       if (!tokens.finish([] { return false; })) throw Error("it was not waited for");
       mine = tokens.num_read();
     } catch (const InputError& e) {
@@ -116,9 +117,58 @@ TEST_CASE("token_check: a file that has not changed is not read again", "[data]"
   CHECK(check(2, {changed, files[1]}, options, &num_read).empty());
   CHECK(num_read == 5000);
 
-  std::ofstream(results) << "tessera-token-check 1\nnonsense\n-1 x\n";
+  std::ofstream(results) << "tessera-token-check 2\nnonsense\n-1 x\n7 zz 1 2 3.0 4.0 " + path +
+                                "\n";
   CHECK(check(1, files, options, &num_read).empty());
   CHECK(num_read == 8000);
+}
+
+TEST_CASE("token_check: a token that changes while size, inode and time stay is seen", "[data]") {
+  const testing::TempDir dir;
+  const std::string path = dir.path() + "/a.bin";
+  const std::vector<TokenArray> files{shard(path, 2, 200'000),
+                                      shard(dir.path() + "/b.bin", 4, 3000)};
+  const auto content = [&](int ranks, size_t begin, size_t end, int64_t* num_read = nullptr) {
+    std::mutex mutex;
+    std::vector<std::string> all;
+    dist::run_ranks(ranks, [&](dist::World& world) {
+      TokenCheck tokens(
+          files, {.vocab_size = 100, .results_path = dir.path() + "/kept", .piece_numel = 999},
+          world);
+      tokens.keep_results();
+      const std::lock_guard lock(mutex);
+      if (!tokens.is_decided()) throw Error("it is not through");
+      all.push_back(tokens.content(begin, end));
+      if (num_read != nullptr) *num_read = tokens.num_read();
+    });
+    for (const std::string& each : all) CHECK(each == all[0]);
+    return all[0];
+  };
+  int64_t num_read = 0;
+  const std::string before = content(1, 0, 2, &num_read), second = content(1, 1, 2);
+  CHECK(num_read == 203'000);
+  CHECK(before.size() == 16);
+  CHECK(before != second);
+  CHECK(content(1, 0, 0).empty());
+  CHECK(content(3, 0, 2, &num_read) == before);
+  CHECK(num_read == 0);
+  std::filesystem::remove(dir.path() + "/kept");
+  CHECK(content(3, 0, 2) == before);  // whoever reads which piece
+
+  const auto time = std::filesystem::last_write_time(path);
+  const auto set_token = [&](uint16_t token) {
+    std::fstream file(path, std::ios::in | std::ios::out | std::ios::binary);
+    file.seekp(1024 + 2 * 100'000);
+    file.write(reinterpret_cast<const char*>(&token), sizeof(token));
+    file.close();
+    std::filesystem::last_write_time(path, time);
+  };
+  set_token(8);
+  CHECK(content(1, 0, 2, &num_read) != before);
+  CHECK(num_read == 200'000);
+  CHECK(content(1, 1, 2) == second);
+  set_token(7);
+  CHECK(content(2, 0, 2) == before);
 }
 
 TEST_CASE("token_check: the position of a batch's bad token is that in the file", "[data]") {
@@ -156,6 +206,7 @@ TEST_CASE("token_check: who ends a run waits for no reading, on whichever rank i
                                       }};
     dist::run_ranks(ranks, [&](dist::World& world) {
       TokenCheck tokens(files, options, world);
+      tokens.keep_results();
       const bool is_waited_for = tokens.finish([&] { return world.rank() == ranks - 1; });
       const bool is_kept = std::filesystem::exists(kept);
       world.control().barrier();

@@ -19,6 +19,7 @@
 #include "dist/comm/nccl.h"
 #include "kernels/attention/attention.h"
 #include "kernels/matmul/backend.h"
+#include "test/apps/runs.h"
 #include "test/temp_dir.h"
 #include "test/testing.h"
 
@@ -475,17 +476,15 @@ std::string shard_text(int32_t numel) {
   return bytes;
 }
 
-/// Changes a token so that who has checked the file before does not see it.
-void set_token(const std::string& path, int64_t position, uint16_t token) {
-  struct stat good {};
-  REQUIRE(::stat(path.c_str(), &good) == 0);
+/// Changes a token so that who goes by `results` does not see it.
+void set_token(const std::string& path, int64_t position, uint16_t token,
+               const std::string& results) {
   {
     std::fstream file(path, std::ios::in | std::ios::out | std::ios::binary);
     file.seekp(1024 + 2 * position);
     file.write(reinterpret_cast<const char*>(&token), sizeof(token));
   }
-  const timespec times[2] = {good.st_atim, good.st_mtim};
-  REQUIRE(::utimensat(AT_FDCWD, path.c_str(), times, 0) == 0);
+  tessera::testing::keep_token_check(results, path);
 }
 
 }  // namespace
@@ -496,6 +495,7 @@ TEST_CASE("trainer: data that one rank alone cannot read ends all ranks with its
   // 3 ranks: each sample of an epoch of 62 goes to one of them.
   const std::string train_path = dir.write("train.bin", shard_text(1000));
   const std::string val_path = dir.write("val.bin", shard_text(100));
+  const std::string results = dir / "out/token_check.txt";
   std::vector<std::string> options = {
       "--data.text=",     "--data.tokens=" + train_path, "--data.val_tokens=" + val_path,
       "--model.vocab=64", "--train.micro_batch=1",       "--train.grad_accum_steps=2",
@@ -534,7 +534,7 @@ TEST_CASE("trainer: data that one rank alone cannot read ends all ranks with its
   const int64_t window =
       TrainSamples(corpus, {.context = 16, .vocab_size = 64, .seed = 1}).window_of(3 * 6 + 1);
   const int64_t position = window * 16 + 4;
-  set_token(train_path, position, 9999);
+  set_token(train_path, position, 9999, results);
   options.push_back("--output.overwrite=true");
   const std::string message = fmt::format(
       "{}: token {} is 9999, expected one below the vocabulary's size 64", train_path, position);
@@ -543,7 +543,7 @@ TEST_CASE("trainer: data that one rank alone cannot read ends all ranks with its
   CHECK(read_metrics(dir).size() == 3);
   CHECK(std::filesystem::exists(dir / "out/step-00000003/manifest.json"));
   // The steps before it count, and the run goes on from them when the file is whole again.
-  set_token(train_path, position, static_cast<uint16_t>(position * position % 64));
+  set_token(train_path, position, static_cast<uint16_t>(position * position % 64), results);
   options.back() = "--checkpoint.resume=auto";
   options.push_back("--checkpoint.resume_override=true");  // the data was another
   CHECK(run_it(small_config(dir, options)) == "");
@@ -551,7 +551,7 @@ TEST_CASE("trainer: data that one rank alone cannot read ends all ranks with its
   REQUIRE(after.size() == 10);
   for (size_t i = 0; i < 10; ++i) CHECK(after[i]["loss"] == expected[i]["loss"]);
   // And in an evaluation, which all ranks go through before they speak of it.
-  set_token(val_path, 50, 9999);
+  set_token(val_path, 50, 9999, results);
   options.push_back("--train.steps=12");
   const std::string val_message =
       val_path + ": token 50 is 9999, expected one below the vocabulary's size 64";

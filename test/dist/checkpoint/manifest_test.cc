@@ -30,6 +30,9 @@ Manifest example() {
   m.progress.val_loss = 2.5;
   m.progress.seed = 3;
   m.progress.data_id = "data";
+  m.progress.data_content = "0f";
+  m.progress.val_id = "other data";
+  m.progress.val_content = "1f";
   m.progress.config = "[train]\nsteps = \"\u00e9\"\n";
   RankRecord a, b;
   a.file = {"rank-00000.safetensors", 100, 0xfedcba9876543210u};
@@ -58,6 +61,9 @@ TEST_CASE("manifest: what is written is read", "[checkpoint]") {
   const Manifest m = example(), read = parse_manifest("m", to_json(m));
   CHECK(to_json(read) == to_json(m));
   CHECK(read.progress.config == m.progress.config);
+  CHECK(read.progress.data_content == "0f");
+  CHECK(read.progress.val_id == "other data");
+  CHECK(read.progress.val_content == "1f");
   CHECK(read.progress.val_loss == 2.5);
   CHECK_FALSE(read.progress.best_val_loss.has_value());
   CHECK(read.files[0].hash == 0xfedcba9876543210u);
@@ -161,7 +167,9 @@ TEST_CASE("manifest: one of before it had a hash and a count of saves is read", 
   object["version"] = 1;
   object.erase("xxh64");
   object.erase("sequence");
+  for (const char* key : {"data_content", "val_id", "val_content"}) object["progress"].erase(key);
   const Manifest read = parse_manifest("m", object.dump(1) + "\n");
+  CHECK(read.progress.val_id.empty());
   CHECK(read.progress.next_sample == 70);
   CHECK(read.sequence == 0);
   std::string text = to_json(example());
@@ -175,6 +183,20 @@ TEST_CASE("manifest: one of before it had a hash and a count of saves is read", 
   REQUIRE(head.has_value());
   CHECK(head->run == "0123");
   CHECK(head->sequence == 0);
+}
+
+TEST_CASE("manifest: losses are of the same data unless it is known that they are not",
+          "[checkpoint]") {
+  const Progress a = example().progress;
+  Progress b = a;
+  CHECK(is_same_validation(a, b));
+  b.val_content = "2f";
+  CHECK_FALSE(is_same_validation(a, b));
+  b.val_content = "";
+  CHECK(is_same_validation(a, b));
+  b.val_id = "more data";
+  CHECK_FALSE(is_same_validation(a, b));
+  CHECK(is_same_validation(Progress(), b));
 }
 
 TEST_CASE("manifest: its head is read from the first lines", "[checkpoint]") {
