@@ -68,11 +68,12 @@ std::string_view looks_like(std::string_view text) {
   return "";
 }
 
-json parse_header(const std::string& path, std::string_view text) {
+/// Each member of the header; what it says of a tensor is parsed by itself.
+void read_header(const std::string& path, std::string_view text,
+                 const std::function<void(const std::string& name, std::string_view info)>& f) {
   constexpr JsonRules kRules{.max_depth = kMaxHeaderDepth, .nbytes_each_member = 32};
-  json header = parse_strict_json(path + ": header", text, kRules, "a safetensors file");
-  if (!header.is_object()) fail_input(path, "header is no JSON object, expected one");
-  return header;
+  check_strict_json(path + ": header", text, kRules, "a safetensors file");
+  if (!for_each_member(text, f)) fail_input(path, "header is no JSON object, expected one");
 }
 
 /// The text between the length that a file begins with and the data.
@@ -92,14 +93,13 @@ std::string_view header_of(const MappedFile& file) {
   return text.substr(8, nbytes);
 }
 
-std::map<std::string, std::string> parse_metadata(const std::string& path, const json& header) {
+std::map<std::string, std::string> parse_metadata(const std::string& path, const json& info) {
   std::map<std::string, std::string> metadata;
-  const auto info = header.find(kMetadata);
-  if (info == header.end() || info->is_null()) return metadata;  // null: some writers' "none"
-  if (!info->is_object()) {
-    fail_input(path, "{}: {}, expected an object", kMetadata, json_text(*info));
+  if (info.is_null()) return metadata;  // some writers' "none"
+  if (!info.is_object()) {
+    fail_input(path, "{}: {}, expected an object", kMetadata, json_text(info));
   }
-  for (const auto& [key, value] : info->items()) {
+  for (const auto& [key, value] : info.items()) {
     if (!value.is_string()) {
       fail_input(path, "metadata {}: {}, expected a string", shorten(key), json_text(value));
     }
@@ -207,16 +207,17 @@ SafetensorsFile::SafetensorsFile(std::unique_ptr<MappedFile> mapped) : file_(std
   const std::string_view header_text = header_of(*file_);
   const int64_t data_begin = 8 + std::ssize(header_text);
   const int64_t data_nbytes = file_->nbytes() - data_begin;
-  const json header = parse_header(path, header_text);
-  metadata_ = parse_metadata(path, header);
-
   struct Found {
     SafetensorsEntry entry;
     int64_t begin, end;
   };
   std::vector<Found> found;
-  for (const auto& [name, info] : header.items()) {
-    if (name == kMetadata) continue;
+  read_header(path, header_text, [&](const std::string& name, std::string_view text) {
+    const json info = json::parse(text);
+    if (name == kMetadata) {
+      metadata_ = parse_metadata(path, info);
+      return;
+    }
     if (!info.is_object()) {
       fail_input(path, "tensor {}: {}, expected an object", shorten(name), json_text(info));
     }
@@ -228,7 +229,7 @@ SafetensorsFile::SafetensorsFile(std::unique_ptr<MappedFile> mapped) : file_(std
                  offsets.second - offsets.first, shape_nbytes.second, dtype, shape_nbytes.first);
     }
     found.push_back({{name, dtype, shape_nbytes.first}, offsets.first, offsets.second});
-  }
+  });
   std::sort(found.begin(), found.end(), [](const Found& a, const Found& b) {
     return std::tie(a.begin, a.end, a.entry.name) < std::tie(b.begin, b.end, b.entry.name);
   });
@@ -253,7 +254,10 @@ SafetensorsFile::SafetensorsFile(std::unique_ptr<MappedFile> mapped) : file_(std
 
 std::map<std::string, std::string> read_safetensors_metadata(const std::string& path) {
   const MappedFile file(path);
-  auto metadata = parse_metadata(path, parse_header(path, header_of(file)));
+  std::map<std::string, std::string> metadata;
+  read_header(path, header_of(file), [&](const std::string& name, std::string_view info) {
+    if (name == kMetadata) metadata = parse_metadata(path, json::parse(info));
+  });
   file.check();
   return metadata;
 }

@@ -148,6 +148,94 @@ class Inspector : public json::json_sax_t {
 
 }  // namespace
 
+namespace {
+
+[[noreturn]] void fail_no_json(std::string_view what, std::string_view text,
+                               std::string_view expected) {
+  throw InputError(
+      fmt::format("{} of {} bytes is not JSON, expected {}", what, text.size(), expected));
+}
+
+constexpr std::string_view kSpace = " \t\r\n";
+
+size_t after_space(std::string_view text, size_t i) {
+  return std::min(text.find_first_not_of(kSpace, i), text.size());
+}
+
+/// Behind the string that begins at `i`.
+size_t after_string(std::string_view text, size_t i) {
+  for (++i; i < text.size() && text[i] != '"'; ++i) {
+    if (text[i] == '\\') ++i;
+  }
+  return std::min(i + 1, text.size());
+}
+
+/// Behind the value that begins at `i`.
+size_t after_value(std::string_view text, size_t i) {
+  size_t depth = 0;
+  do {
+    switch (text[i]) {
+      case '"':
+        i = after_string(text, i);
+        break;
+      case '{':
+      case '[':
+        ++depth, ++i;
+        break;
+      case '}':
+      case ']':
+        --depth, ++i;
+        break;
+      default:  // what is between them, or a number or a word
+        i = std::min(text.find_first_of(depth > 0 ? "\"{}[]" : ",]} \t\r\n", i), text.size());
+    }
+  } while (depth > 0 && i < text.size());
+  return i;
+}
+
+/// The parts of `text` between the brackets, each of which `take` reads from its begin to what is
+/// behind it; false if it does not begin with `bracket`.
+template <class Take>
+bool for_each_part(std::string_view text, char bracket, const Take& take) {
+  constexpr std::string_view kMarkOfUtf8 = "\xef\xbb\xbf";
+  size_t i = after_space(text, text.starts_with(kMarkOfUtf8) ? kMarkOfUtf8.size() : 0);
+  if (i == text.size() || text[i] != bracket) return false;
+  for (i = after_space(text, i + 1); i < text.size() && text[i] != '}' && text[i] != ']';) {
+    i = after_space(text, take(i));
+    if (i < text.size() && text[i] == ',') i = after_space(text, i + 1);
+  }
+  return true;
+}
+
+}  // namespace
+
+void check_strict_json(std::string_view what, std::string_view text, const JsonRules& rules,
+                       std::string_view expected) {
+  Inspector inspector(what, text.size(), rules, /*has_marks=*/false);
+  if (!json::sax_parse(text.begin(), text.end(), &inspector)) fail_no_json(what, text, expected);
+}
+
+bool for_each_member(
+    std::string_view text,
+    const std::function<void(const std::string& name, std::string_view value)>& f) {
+  return for_each_part(text, '{', [&](size_t begin) {
+    const size_t name_end = after_string(text, begin);
+    const size_t value = after_space(text, after_space(text, name_end) + 1);
+    const size_t end = after_value(text, value);
+    f(json::parse(text.substr(begin, name_end - begin)).get<std::string>(),
+      text.substr(value, end - value));
+    return end;
+  });
+}
+
+bool for_each_element(std::string_view text, const std::function<void(std::string_view value)>& f) {
+  return for_each_part(text, '[', [&](size_t begin) {
+    const size_t end = after_value(text, begin);
+    f(text.substr(begin, end - begin));
+    return end;
+  });
+}
+
 json parse_strict_json(std::string_view what, std::string_view text, const JsonRules& rules,
                        std::string_view expected) {
   const bool has_marks = rules.python_numbers && (text.find("NaN") != std::string_view::npos ||
@@ -160,8 +248,7 @@ json parse_strict_json(std::string_view what, std::string_view text, const JsonR
     if (has_marks) restore_python_numbers(value);
     return value;
   }
-  throw InputError(
-      fmt::format("{} of {} bytes is not JSON, expected {}", what, text.size(), expected));
+  fail_no_json(what, text, expected);
 }
 
 json parse_strict_json(std::string_view what, std::string_view text, int max_depth,

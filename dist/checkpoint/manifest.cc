@@ -187,13 +187,31 @@ bool is_plain_file_name(const std::string& name) {
          name.find('\0') == std::string::npos;
 }
 
-TensorRecord parse_tensor(const Reader& in, const json& object, const Manifest& manifest) {
+/// An object without the elements of the long arrays in it, whose texts go to `arrays`.
+json parse_but_for(std::initializer_list<std::string_view> names, std::string_view text,
+                   std::map<std::string, std::string_view, std::less<>>& arrays) {
+  json object = json::object();
+  const bool is_object =
+      for_each_member(text, [&](const std::string& name, std::string_view value) {
+        const bool is_long =
+            std::find(names.begin(), names.end(), name) != names.end() && value.starts_with('[');
+        object[name] = is_long ? json::array() : json::parse(value);
+        if (is_long) arrays[name] = value;
+      });
+  return is_object ? object : json::parse(text);
+}
+
+TensorRecord parse_tensor(const Reader& in, std::string_view text, const Manifest& manifest) {
   TensorRecord tensor;
+  std::map<std::string, std::string_view, std::less<>> arrays;
+  const json object = parse_but_for({"slices"}, text, arrays);
   tensor.name = in.string(object, "name", "tensors");
   const std::string where = "tensor " + shorten(tensor.name);
   tensor.dtype = in.dtype(object, where);
   tensor.shape = in.shape(object, where);
-  for (const json& item : in.array(object, "slices", where)) {
+  in.array(object, "slices", where);
+  for_each_element(arrays["slices"], [&](std::string_view element) {
+    const json item = json::parse(element);
     SliceRecord slice;
     slice.file = in.size(item, "file", where);
     slice.begin = in.size(item, "begin", where);
@@ -203,7 +221,7 @@ TensorRecord parse_tensor(const Reader& in, const json& object, const Manifest& 
       in.fail("{}: file {}, expected less than {}", where, slice.file, manifest.files.size());
     }
     tensor.slices.push_back(slice);
-  }
+  });
   if (const std::string error = cover_error(tensor); !error.empty())
     in.fail("{}: {}", where, error);
   return tensor;
@@ -394,12 +412,13 @@ std::string to_json(const Manifest& manifest) {
 Manifest parse_manifest(const std::string& path, std::string_view text) {
   const Reader in(path);
   const bool has_hash = is_sealed(in, text);
-  json object;
   try {
-    object = parse_strict_json(path + ": manifest", text, kMaxDepth, "that of a checkpoint");
+    check_strict_json(path + ": manifest", text, {.max_depth = kMaxDepth}, "that of a checkpoint");
   } catch (const InputError& error) {
     throw CheckpointError(error.what());
   }
+  std::map<std::string, std::string_view, std::less<>> arrays;
+  const json object = parse_but_for({"files", "tensors"}, text, arrays);
   constexpr std::string_view where = "manifest";
   if (const std::string format = in.string(object, "format", where); format != kFormat) {
     in.fail_unreadable("format \"{}\", expected \"{}\"", shorten(format), kFormat);
@@ -418,26 +437,29 @@ Manifest parse_manifest(const std::string& path, std::string_view text) {
   manifest.world_size = in.size(object, "world_size", where);
   manifest.progress = parse_progress(in, in.member(object, "progress", where));
   std::set<std::string> names;
-  for (const json& item : in.array(object, "files", where)) {
+  in.array(object, "files", where);
+  for_each_element(arrays["files"], [&](std::string_view element) {
+    const json item = json::parse(element);
     FileRecord file{in.string(item, "name", "files"), in.size(item, "nbytes", "files"),
                     in.hash(item, "files")};
     if (!is_plain_file_name(file.name) || !names.insert(file.name).second) {
       in.fail("file {}, expected a name of its own inside the directory", shorten(file.name));
     }
     manifest.files.push_back(std::move(file));
-  }
+  });
   if (manifest.world_size != std::ssize(manifest.files)) {
     in.fail("{} files of world_size = {}, expected one of each rank", manifest.files.size(),
             manifest.world_size);
   }
-  for (const json& item : in.array(object, "tensors", where)) {
-    manifest.tensors.push_back(parse_tensor(in, item, manifest));
+  in.array(object, "tensors", where);
+  for_each_element(arrays["tensors"], [&](std::string_view element) {
+    manifest.tensors.push_back(parse_tensor(in, element, manifest));
     const size_t count = manifest.tensors.size();
     if (count > 1 && manifest.tensors[count - 2].name >= manifest.tensors[count - 1].name) {
       in.fail("tensor {} after {}, expected each once in alphabetical order",
               shorten(manifest.tensors[count - 1].name), shorten(manifest.tensors[count - 2].name));
     }
-  }
+  });
   check_file_sizes(in, manifest);
   return manifest;
 }

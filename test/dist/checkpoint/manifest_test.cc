@@ -1,12 +1,37 @@
 #include "dist/checkpoint/manifest.h"
 
+#include <malloc.h>
+
+#include <algorithm>
+#include <cstdlib>
 #include <filesystem>
+#include <new>
 #include <nlohmann/json.hpp>
 
+#include "core/formats/safetensors.h"
 #include "core/formats/strict_json.h"
 #include "dist/checkpoint/reader.h"
 #include "test/temp_dir.h"
 #include "test/testing.h"
+
+// Bytes of the heap, counted on the one thread of this program.
+namespace {
+size_t heap_nbytes = 0, heap_peak_nbytes = 0;
+}
+void* operator new(size_t nbytes) {
+  void* const data = std::malloc(nbytes);
+  if (data == nullptr) throw std::bad_alloc();
+  heap_nbytes += ::malloc_usable_size(data);
+  heap_peak_nbytes = std::max(heap_peak_nbytes, heap_nbytes);
+  return data;
+}
+void operator delete(void* data) noexcept {
+  heap_nbytes -= ::malloc_usable_size(data);
+  std::free(data);
+}
+void operator delete(void* data, size_t) noexcept {
+  operator delete(data);
+}
 
 using namespace tessera;
 using namespace tessera::dist;
@@ -41,6 +66,14 @@ Manifest example() {
   b.slices = {{"parameters/w", kF32, {3, 4}, 5, 12, 3}};
   add_records(m, {a, b});
   return m;
+}
+
+/// The most that `f` has in memory at once.
+template <class F>
+size_t peak_nbytes(const F& f) {
+  const size_t before = heap_peak_nbytes = heap_nbytes;
+  f();
+  return heap_peak_nbytes - before;
 }
 
 /// The message for the example after `change`, without the path in front; in the form without a
@@ -238,6 +271,65 @@ TEST_CASE("strict JSON: an object of many members takes a time that grows with t
   for (int i = 0; i < kCount; ++i) text += fmt::format("\"k{}\":{{}},", i);
   text += "\"last\":1}";
   CHECK(parse_strict_json("x", text, 4, "").size() == kCount + 1);
+}
+
+TEST_CASE("strict JSON: pieces of a checked text are those that the whole would have",
+          "[checkpoint]") {
+  const std::string text =
+      "\xef\xbb\xbf { \"a\" : [1 , \"x,]}\\\"\", {\"b\":[ ]}, [[2]] ,null] ,\"\\u0062\\\\\":-1.5e3\n,"
+      "\"\":{}, \"c\":\"{\", \"d\":true }";
+  check_strict_json("text", text, {}, "an object");
+  json pieces = json::object();
+  std::vector<std::string> names;
+  const auto take = [&](const std::string& name, std::string_view value) {
+    names.push_back(name);
+    json elements = json::array();
+    const bool is_array =
+        for_each_element(value, [&](std::string_view e) { elements.push_back(json::parse(e)); });
+    pieces[name] = is_array ? elements : json::parse(value);
+  };
+  CHECK(for_each_member(text, take));
+  CHECK(pieces == json::parse(text));
+  CHECK(names == std::vector<std::string>{"a", "b\\", "", "c", "d"});
+  for (const char* other : {"[1]", "1", "\"{\"", "null"}) CHECK_FALSE(for_each_member(other, take));
+  for (const char* other : {"{\"a\":1}", "1", "\"[\""}) {
+    CHECK_FALSE(for_each_element(other, [](std::string_view) { FAIL("an element"); }));
+  }
+  CHECK(error_of([&] { check_strict_json("text", "{\"a\":1,\"a\":2}", {}, "an object"); }) ==
+        "text has \"a\" twice, expected each name once");
+}
+
+TEST_CASE("manifest, safetensors: what is read takes a few times the memory of its text",
+          "[checkpoint]") {
+  Manifest m = example();
+  m.files.clear(), m.tensors.clear();
+  std::vector<RankRecord> records(20);
+  for (size_t r = 0; r < records.size(); ++r) {
+    records[r].file = {rank_file_name(static_cast<int64_t>(r)), 1 << 30, r};
+    for (int i = 0; i < 500; ++i) {
+      const auto begin = static_cast<int64_t>(100 * r);
+      records[r].slices.push_back(
+          {fmt::format("parameters/blocks.{:04}.w", i), kF32, {2000}, begin, begin + 100, r});
+    }
+  }
+  m.world_size = std::ssize(records);
+  add_records(m, records);
+  const std::string manifest = to_json(m);
+  const size_t of_manifest = peak_nbytes([&] { parse_manifest("m", manifest); });
+  INFO(of_manifest << " bytes for " << manifest.size());
+  CHECK(of_manifest < 2 * manifest.size());
+
+  std::vector<SafetensorsEntry> entries;
+  for (int i = 0; i < 10'000; ++i) {
+    entries.push_back(
+        {fmt::format("model.layers.{}.self_attn.q_proj.weight", i), kBF16, {0, 4096}});
+  }
+  const testing::TempDir dir;
+  const std::string header = safetensors_header(entries);
+  const std::string path = dir.write("m.safetensors", header);
+  const size_t of_header = peak_nbytes([&] { SafetensorsFile file(path); });
+  INFO(of_header << " bytes for " << header.size());
+  CHECK(of_header < 5 * header.size());
 }
 
 TEST_CASE("manifest: F18: a file outside the directory is refused", "[checkpoint]") {
