@@ -1,11 +1,10 @@
 #include "apps/options.h"
 
-#include <fnmatch.h>
-
 #include <algorithm>
 #include <sstream>
 #include <unordered_set>
 
+#include "core/glob.h"
 #include "kernels/attention/cuda/cudnn.h"
 #include "kernels/matmul/cuda/cublaslt.h"
 #include "nn/bloom.h"
@@ -90,7 +89,7 @@ std::vector<std::string> matching_parameters(const Config& config, std::string_v
     if (begin != std::string::npos) pattern = pattern.substr(begin, end - begin + 1);
     bool is_found = false;
     for (const nn::NamedParameter& p : parameters) {
-      if (::fnmatch(pattern.c_str(), p.name.c_str(), FNM_NOESCAPE) != 0) continue;
+      if (!matches_glob(p.name, pattern)) continue;
       is_found = true;
       if (seen.insert(p.name).second) names.push_back(p.name);
     }

@@ -89,16 +89,10 @@ std::string Module::kind() const {
   return scope == std::string::npos ? name : name.substr(scope + 2);
 }
 
-void Module::check_name(const std::string& name) const {
+void Module::take_name(const std::string& name) {
   TESSERA_CHECK(!name.empty() && name.find('.') == std::string::npos,
                 "Module: a name is not empty and has no '.', got '{}'", name);
-  const bool is_taken = std::any_of(parameters_.begin(), parameters_.end(),
-                                    [&](const Use& use) { return use.name == name; }) ||
-                        std::any_of(buffers_.begin(), buffers_.end(),
-                                    [&](const auto& buffer) { return buffer->name == name; }) ||
-                        std::any_of(children_.begin(), children_.end(),
-                                    [&](const auto& child) { return child.first == name; });
-  TESSERA_CHECK(!is_taken, "Module: '{}' is registered twice in {}", name, kind());
+  TESSERA_CHECK(names_.insert(name).second, "Module: '{}' is registered twice in {}", name, kind());
 }
 
 Tensor Module::new_tensor(const Shape& shape, DType dtype) {
@@ -109,7 +103,7 @@ Tensor Module::new_tensor(const Shape& shape, DType dtype) {
 
 Tensor& Module::register_parameter(std::string name, const Shape& shape, const Init& init,
                                    const ParameterOptions& options) {
-  check_name(name);
+  take_name(name);
   auto parameter = std::make_shared<Parameter>();
   parameter->name = name;
   parameter->init = init;
@@ -123,24 +117,24 @@ Tensor& Module::register_parameter(std::string name, const Shape& shape, const I
 }
 
 Tensor& Module::tie(std::string name, Module& owner, std::string_view parameter_name) {
-  check_name(name);
   const auto use = std::find_if(owner.parameters_.begin(), owner.parameters_.end(),
                                 [&](const Use& u) { return u.name == parameter_name; });
   TESSERA_CHECK(use != owner.parameters_.end(), "Module::tie: {} has no parameter '{}'",
                 owner.kind(), parameter_name);
   std::shared_ptr<Parameter> parameter = use->parameter;
+  take_name(name);
   parameters_.push_back({std::move(name), std::move(parameter)});
   return parameters_.back().parameter->tensor;
 }
 
 Tensor& Module::register_buffer(std::string name, const Tensor& tensor, bool persistent) {
-  check_name(name);
+  take_name(name);
   buffers_.push_back(std::make_unique<Buffer>(Buffer{std::move(name), tensor, persistent}));
   return buffers_.back()->tensor;
 }
 
 void Module::register_child(const std::string& name, Module* child) {
-  check_name(name);
+  take_name(name);
   children_.emplace_back(name, child);
 }
 

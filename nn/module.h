@@ -9,6 +9,7 @@
 #include <string_view>
 #include <tuple>
 #include <type_traits>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -193,11 +194,12 @@ class Module {
     std::shared_ptr<Parameter> parameter;
   };
   void register_child(const std::string& name, Module* child);
-  void check_name(const std::string& name) const;
+  void take_name(const std::string& name);
 
   std::vector<Use> parameters_;
   std::vector<std::unique_ptr<Buffer>> buffers_;
   std::vector<std::pair<std::string, Module*>> children_;
+  std::unordered_set<std::string> names_;  // of all of them
   std::shared_ptr<ModuleHook> hook_;
   bool training_ = true;
 };

@@ -1,6 +1,7 @@
 #include "dist/fsdp/guards.h"
 
 #include <algorithm>
+#include <unordered_set>
 #include <utility>
 
 #include "core/log.h"
@@ -39,12 +40,12 @@ UnshardGuard::UnshardGuard(Fsdp& fsdp, std::string_view unit, Access access)
 
 UnshardGuard::UnshardGuard(Fsdp& fsdp, nn::Module& module, Access access)
     : parts_(parts_of(fsdp)), life_(parts_.life), access_(access) {
-  const std::vector<nn::NamedParameter> parameters = module.named_parameters(/*with_ties=*/true);
+  std::unordered_set<const nn::Parameter*> used;
+  for (const nn::NamedParameter& p : module.named_parameters()) used.insert(p.parameter);
   for (size_t u = 0; u < parts_.units.size(); ++u) {
     const auto& own = parts_.units[u]->spec().parameters;
     const bool is_used = std::any_of(own.begin(), own.end(), [&](const nn::NamedParameter& p) {
-      return std::any_of(parameters.begin(), parameters.end(),
-                         [&](const nn::NamedParameter& q) { return q.parameter == p.parameter; });
+      return used.contains(p.parameter);
     });
     if (is_used) hold(u);
   }

@@ -61,7 +61,7 @@ Hooks::Hooks(nn::Module& root, const std::vector<std::unique_ptr<Unit>>& units,
                        "fully_shard: a module of unit {} is sharded already",
                        units[static_cast<size_t>(u)]->name());
       module->set_hook(std::make_shared<OfUnit>(*this, u));
-      hooked_.emplace_back(module, u);
+      hooked_.emplace(module, u);
     }
   }
   if (root.hook() == nullptr) {
@@ -71,15 +71,15 @@ Hooks::Hooks(nn::Module& root, const std::vector<std::unique_ptr<Unit>>& units,
 }
 
 Hooks::~Hooks() {
-  for (const auto& [module, _] : hooked_) module->set_hook(nullptr);
+  for (const auto& unit : units_) {
+    for (nn::Module* module : unit->spec().modules) module->set_hook(nullptr);
+  }
   if (has_root_hook_) root_.set_hook(nullptr);
 }
 
 std::string Hooks::unit_of(const nn::Module& module) const {
-  for (const auto& [m, unit] : hooked_) {
-    if (m == &module) return units_[static_cast<size_t>(unit)]->name();
-  }
-  return "";
+  const auto it = hooked_.find(&module);
+  return it == hooked_.end() ? "" : units_[static_cast<size_t>(it->second)]->name();
 }
 
 // ---- forward

@@ -4,6 +4,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -49,7 +50,7 @@ class Hooks {
   Order& order_;
   Values& values_;
   const std::shared_ptr<Life> life_;
-  std::vector<std::pair<nn::Module*, int>> hooked_;  // and their units
+  std::unordered_map<const nn::Module*, int> hooked_;  // and their units
   bool has_root_hook_ = false;
 };
 

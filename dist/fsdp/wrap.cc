@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <map>
 #include <set>
+#include <unordered_map>
 
 #include "core/settings.h"
 
@@ -57,19 +58,18 @@ std::vector<UnitSpec> make_units(Module& root, const std::vector<Chosen>& chosen
       unit_of_root[m] = i;
     }
   }
-  const std::vector<NamedModule> modules = root.named_modules();
-  std::map<const Module*, std::string> name_of_module;
-  for (const NamedModule& m : modules) name_of_module[m.module] = m.name;
-  // The unit of a module: that of the chosen module nearest above it.
+  // The unit of a module: its own, or that of the module above it, which comes before it.
   std::map<const Module*, size_t> unit_of_module;
-  for (const NamedModule& m : modules) {
-    size_t best = SIZE_MAX, best_length = 0;
-    for (const auto& [chosen_module, unit] : unit_of_root) {
-      const std::string& above = name_of_module[chosen_module];
-      if (m.module != chosen_module && !is_below(m.name, above)) continue;
-      if (best == SIZE_MAX || above.size() >= best_length) best = unit, best_length = above.size();
-    }
-    if (best != SIZE_MAX) unit_of_module[m.module] = best;
+  std::unordered_map<std::string, size_t> unit_of_name;
+  for (const NamedModule& m : root.named_modules()) {
+    const size_t dot = m.name.rfind('.');
+    const auto own = unit_of_root.find(m.module);
+    const auto above =
+        m.name.empty() ? unit_of_name.end()
+                       : unit_of_name.find(dot == std::string::npos ? "" : m.name.substr(0, dot));
+    if (own == unit_of_root.end() && above == unit_of_name.end()) continue;
+    const size_t unit = own != unit_of_root.end() ? own->second : above->second;
+    unit_of_module[m.module] = unit_of_name[m.name] = unit;
   }
 
   UnitSpec before, after;
@@ -131,8 +131,8 @@ WrapPolicy by_predicate(ModulePredicate predicate, bool nested) {
   return [predicate = std::move(predicate), nested](Module& root) {
     std::vector<Chosen> chosen;
     for (const NamedModule& m : root.named_modules()) {
-      const bool is_inside = std::any_of(chosen.begin(), chosen.end(),
-                                         [&](const Chosen& c) { return is_below(m.name, c.name); });
+      // What is below a module comes right after it.
+      const bool is_inside = !chosen.empty() && is_below(m.name, chosen.back().name);
       if (m.name.empty() || (is_inside && !nested)) continue;
       if (predicate(m.name, *m.module)) chosen.push_back({m.name, {m.module}});
     }

@@ -2,6 +2,9 @@
 // the work of all is the reference.
 
 #include <algorithm>
+#include <map>
+#include <random>
+#include <set>
 #include <sstream>
 
 #include "dist/fsdp/guards.h"
@@ -435,6 +438,48 @@ TEST_CASE("fsdp case: units of any policy are gathered ahead of their use", "[fs
         ++num_seen;
       }
       CHECK(num_seen >= 2);
+    }
+  }
+}
+
+/// A tree of modules, each with a parameter.
+struct Twig : nn::Module {
+  nn::ChildList<Twig> children{this, "children"};
+  explicit Twig(std::mt19937& random, int depth) {
+    register_parameter("w", {1}, nn::Init::ones());
+    for (int i = 0; depth > 0 && i < 2 + static_cast<int>(random() % 10); ++i) {
+      children.emplace_back(random, depth - 1);
+    }
+  }
+};
+
+TEST_CASE("fsdp case: a parameter is in the unit of the nearest chosen module above it", "[fsdp]") {
+  std::mt19937 random(1);
+  for (int round = 0; round < 20; ++round) {
+    Twig root(random, 3);
+    std::set<std::string> chosen;
+    for (const nn::NamedModule& m : root.named_modules()) {
+      if (!m.name.empty() && random() % 4 == 0) chosen.insert(m.name);
+    }
+    const bool nested = round % 2 == 0;
+    const auto predicate = [&](const std::string& name, const nn::Module&) {
+      return chosen.contains(name);
+    };
+    std::map<std::string, std::string> unit_of;
+    for (const dist::UnitSpec& unit : dist::wrap::by_predicate(predicate, nested)(root)) {
+      for (const nn::NamedParameter& p : unit.parameters) unit_of[p.name] = unit.name;
+    }
+    for (const nn::NamedParameter& p : root.named_parameters()) {
+      std::string expected;  // the longest chosen name above it, or without nesting the shortest
+      for (size_t dot = p.name.find('.'); dot != std::string::npos;
+           dot = p.name.find('.', dot + 1)) {
+        const std::string above = p.name.substr(0, dot);
+        if (chosen.contains(above) && (nested || expected.empty())) expected = above;
+      }
+      CAPTURE(p.name);
+      const std::string& unit = unit_of.at(p.name);
+      CHECK((expected.empty() ? unit == "embedding" || unit == "head" || unit == "root"
+                              : unit == expected));
     }
   }
 }
