@@ -82,7 +82,8 @@ void add_model(ConfigTable& t, Config& c) {
       .also("intermediate_size");
   t.add("model.context", m.context, {1, 16777216},
         "sequence length of a training sample, in tokens")
-      .also("max_seq_length seq_len block_size");
+      .also("max_seq_length seq_len block_size")
+      .field("sequence");
   t.add("model.max_positions", m.max_positions, {0, 16777216},
         "positions that the model can tell apart (position embeddings of gpt2, the limit in "
         "exports); 0: model.context; set by model.from")
@@ -169,7 +170,8 @@ void add_train(ConfigTable& t, Config& c, bool is_cuda) {
       .also("num_train_epochs max_steps max_iters epochs iters lr_decay_iters");
   t.add("train.micro_batch", c.train.micro_batch, {1, 1048576},
         "samples of a rank in one forward and backward pass")
-      .also("per_device_train_batch_size per_device_eval_batch_size local_batch_size batch_size");
+      .also("per_device_train_batch_size per_device_eval_batch_size local_batch_size batch_size")
+      .field("batch");
   t.add("train.grad_accum_steps", c.train.grad_accum_steps, {1, 1048576},
         "gradient accumulation: forward and backward passes of a step")
       .also("gradient_accumulation_steps");
@@ -367,7 +369,8 @@ void add_memory(ConfigTable& t, Config& c) {
   t.add("recompute.policy", c.recompute.kind,
         "activation recompute (checkpointing): blocks whose activations are computed again in "
         "backward; selective: only norms and activation functions, of all blocks")
-      .also("gradient_checkpointing activation_checkpoint");
+      .also("gradient_checkpointing activation_checkpoint")
+      .field("RecomputePolicy::kind");
   t.add("recompute.every_n", c.recompute.every, at_least(1),
         "policy every_n: every n-th block is recomputed")
       .needs(c.recompute.kind == nn::RecomputePolicy::Kind::kEveryN, "recompute.policy = every_n")
@@ -552,18 +555,26 @@ std::deque<Field> config_fields(Config& c, bool is_cuda) {
   return std::move(t.rows());
 }
 
+std::string key_of_option(std::string_view option) {
+  const size_t colons = option.find("::");
+  const std::string_view name =
+      colons == std::string_view::npos ? std::string_view() : option.substr(colons + 2);
+  Config config;
+  std::string key;
+  for (const Field& field : config_fields(config)) {
+    if (!field.option.empty() && field.option == option) return std::string(field.key);
+    const bool has_name = field.key.substr(field.key.rfind('.') + 1) == name;
+    if (field.option.empty() && has_name && key.empty()) key = field.key;
+  }
+  return key;
+}
+
 std::string in_keys(const Config& config, const std::string& message) {
   const size_t colons = message.find("::"), end = message.find(": ");
   if (colons == std::string::npos || end == std::string::npos || colons > end) return message;
-  const std::string_view option = std::string_view(message).substr(0, end);
-  const std::string_view name = option.substr(colons + 2);
-  Config copy = config;
-  for (const Field& field : config_fields(copy)) {
-    const std::string_view last = field.key.substr(field.key.rfind('.') + 1);
-    if (field.option.empty() ? last != name : field.option != option) continue;
-    return fmt::format("{}: {}{}", config.origin(field.key), field.key, message.substr(end));
-  }
-  return message;
+  const std::string key = key_of_option(std::string_view(message).substr(0, end));
+  if (key.empty()) return message;
+  return fmt::format("{}: {}{}", config.origin(key), key, message.substr(end));
 }
 
 }  // namespace tessera::apps

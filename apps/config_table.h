@@ -50,6 +50,10 @@ using ConfigTable = SettingTable<Field>;
 /// those of its values now; `is_cuda`: the device that computes.
 std::deque<Field> config_fields(Config& config, bool is_cuda = false);
 
+/// The key that sets a field of a library's option struct, "FsdpOptions::shard_size"; empty if none
+/// does.
+std::string key_of_option(std::string_view option);
+
 /// A library's message about a field of its option struct, "FsdpOptions::shard_size: 3 does not
 /// divide the 4 ranks", with the place and the key: "command line: fsdp.shard_size: 3 does not ...".
 /// Any other message as it is.

@@ -1,9 +1,12 @@
 #include "apps/options.h"
 
 #include <algorithm>
+#include <functional>
+#include <map>
 #include <sstream>
 #include <unordered_set>
 
+#include "apps/config_table.h"
 #include "core/glob.h"
 #include "kernels/attention/cuda/cudnn.h"
 #include "kernels/matmul/cuda/cublaslt.h"
@@ -43,6 +46,22 @@ dist::WrapPolicy wrap_policy(const FsdpConfig& config) {
       return dist::wrap::whole_model();
   }
   throw InternalError("wrap_policy: not a name of a policy");
+}
+
+/// Keys in place of the options that an out-of-memory error names. Looked up now: then there may be
+/// no memory for a table.
+std::function<std::string(std::string_view)> option_keys() {
+  std::map<std::string, std::string, std::less<>> keys;
+  for (const char* option :
+       {"FsdpOptions::strategy", "FsdpOptions::sync_every_micro_batch", "FsdpOptions::offload",
+        "FsdpOptions::prefetch_forward", "FsdpOptions::prefetch_backward", "FsdpOptions::wrap",
+        "PrecisionOptions::param_dtype", "RecomputePolicy::kind", "batch", "sequence"}) {
+    keys[option] = key_of_option(option);
+  }
+  return [keys = std::move(keys)](std::string_view option) {
+    const auto key = keys.find(option);
+    return key == keys.end() ? std::string(option) : key->second;
+  };
 }
 
 }  // namespace
@@ -125,6 +144,7 @@ dist::FsdpOptions fsdp_options(const Config& config, nn::Module& model) {
   options.ignored = matching_parameters(config, "fsdp.ignored", fsdp.ignored, model);
   options.wrap = wrap_policy(fsdp);
   options.precision.param_dtype = config.precision.param_dtype.value_or(kF32);
+  options.name_option = option_keys();
   return options;
 }
 

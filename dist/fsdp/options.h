@@ -1,8 +1,10 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <variant>
 #include <vector>
 
@@ -110,6 +112,11 @@ struct FsdpOptions {
   /// Full names of parameters that are left alone: not sharded, not reduced, not clipped, not
   /// optimized. A deferred one gets its bytes, and its values by `initialize`, on every rank.
   std::vector<std::string> ignored;
+  /// What the advice of an out-of-memory error calls an option, where the application has a name of
+  /// its own for it: given "FsdpOptions::offload" (also fields of PrecisionOptions and
+  /// "RecomputePolicy::kind"; "batch" and "sequence" for the samples of a forward and their length),
+  /// "fsdp.offload". Default: what it is given. Called on the thread that ran out, which may be any.
+  std::function<std::string(std::string_view option)> name_option;
 };
 
 }  // namespace tessera::dist

@@ -146,9 +146,9 @@ Policy resolve_policy(const FsdpOptions& options, int world_size, int rank, int 
   resolve_sync(policy);
   resolve_dtypes(policy);
   resolve_scale(policy);
-  TESSERA_CHECK_AS(ConfigError, o.offload_window > 0 && o.offload_window % kLayoutBlock == 0,
-                   "fully_shard: FsdpOptions::offload_window is {}, expected a multiple of {}",
-                   o.offload_window, kLayoutBlock);
+  check_option(o.offload_window > 0 && o.offload_window % kLayoutBlock == 0,
+               "FsdpOptions::offload_window", "{}, expected a multiple of {}", o.offload_window,
+               kLayoutBlock);
   if (!o.wrap) o.wrap = wrap::transformer_block();
   return policy;
 }

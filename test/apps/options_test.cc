@@ -100,6 +100,42 @@ TEST_CASE("options: every value of fsdp.wrap makes other units", "[options]") {
   CHECK(units_of({"--fsdp.wrap=min_num_params", "--fsdp.min_num_params=1000000"}) == Names{"root"});
 }
 
+TEST_CASE("options: what an out-of-memory error advises is said in keys", "[options]") {
+  const TempDir dir;
+  const Config config = small_config(dir);
+  const auto model = make_model(config.model, 256);
+  const auto name = fsdp_options(config, *model).name_option;
+  const std::pair<const char*, const char*> names[] = {
+      {"FsdpOptions::strategy", "fsdp.strategy"},
+      {"FsdpOptions::sync_every_micro_batch", "fsdp.sync_every_micro_batch"},
+      {"FsdpOptions::offload", "fsdp.offload"},
+      {"FsdpOptions::prefetch_forward", "fsdp.prefetch_forward"},
+      {"FsdpOptions::prefetch_backward", "fsdp.prefetch_backward"},
+      {"FsdpOptions::wrap", "fsdp.wrap"},
+      {"PrecisionOptions::param_dtype", "precision.param_dtype"},
+      {"RecomputePolicy::kind", "recompute.policy"},
+      {"batch", "train.micro_batch"},
+      {"sequence", "model.context"},
+      {"FsdpOptions::unknown", "FsdpOptions::unknown"}};
+  for (const auto& [option, key] : names) CHECK(name(option) == key);
+  // In a run whose states do not fit, and in one whose activations do not.
+  const auto message = [&](const std::vector<std::string>& extra) {
+    return error_of([&] { run(1, extra); });
+  };
+  const std::string states = message({"--memory.limit=400KiB"});
+  const std::string activations = message({"--memory.limit=6MiB", "--train.micro_batch=128"});
+  INFO(states << activations);
+  CHECK(states.find("\n    2 ranks instead of 1 ") != std::string::npos);
+  CHECK(states.find("\n    fsdp.offload=optimizer ") != std::string::npos);
+  CHECK(activations.find("\n    train.micro_batch, half of it ") != std::string::npos);
+  CHECK(activations.find("\n    recompute.policy=full, or selective ") != std::string::npos);
+  CHECK(activations.find("\n    model.context, half of it ") != std::string::npos);
+  for (const std::string& text : {states, activations}) {
+    CHECK(text.find("Options::") == std::string::npos);
+    CHECK(text.find("RecomputePolicy") == std::string::npos);
+  }
+}
+
 TEST_CASE("options: frozen and ignored parameters keep their values, the others do not",
           "[options]") {
   const auto start = parameters_after(1, {"--train.steps=1", "--optim.lr=0", "--optim.final_lr=0"});

@@ -1,6 +1,9 @@
 // What sharding costs in memory is what is said of it, and what an out-of-memory error advises
 // helps.
 
+#include <algorithm>
+#include <sstream>
+
 #include "core/autograd.h"
 #include "dist/comm/local.h"
 #include "optim/adamw.h"
@@ -69,8 +72,10 @@ Job wide_job() {
   return job;
 }
 
-/// Two steps under a limit; bytes that rank 0 has taken from the system after each phase.
-std::map<Phase, int64_t> train(int world_size, const Job& job, int64_t limit) {
+/// Two steps under a limit; bytes that rank 0 has taken from the system after each phase, and in
+/// `peak`, if given, those in use at once.
+std::map<Phase, int64_t> train(int world_size, const Job& job, int64_t limit,
+                               int64_t* peak = nullptr) {
   std::map<Phase, int64_t> reserved;
   dist::LocalOptions local;
   local.context.poison = local.context.order_check = false;
@@ -105,6 +110,9 @@ std::map<Phase, int64_t> train(int world_size, const Job& job, int64_t limit) {
       if (step == 0) note(Phase::kBackward);
     }
     current_stream().synchronize();
+    if (world.rank() == 0 && peak != nullptr) {
+      *peak = Context::current()->allocator()->stats().peak_allocated;
+    }
   });
   return reserved;
 }
@@ -142,13 +150,13 @@ TEST_CASE("fsdp memory: where states fill it, sharding is advised in every phase
     const std::string text = out_of_memory(kWorld, job, limit);
     INFO(text);
     CHECK(has(text, "for parameters, gradients, optimizer states and gathered units; less with"));
-    CHECK(has(text, "    fsdp.strategy=full_shard "));
-    CHECK(has(text, "    fsdp.offload=params_and_optimizer "));
-    CHECK(has(text, "    fsdp.offload=optimizer "));
+    CHECK(has(text, "    FsdpOptions::strategy=full_shard "));
+    CHECK(has(text, "    FsdpOptions::offload=params_and_optimizer "));
+    CHECK(has(text, "    FsdpOptions::offload=optimizer "));
     CHECK(has(text, "  unit                       parameters    gradients     gathered\n"));
     CHECK(has(text, "  blocks.0 "));
     CHECK(has(text, "  and 5 more\n"));
-    CHECK_FALSE(has(text, "train.micro_batch"));
+    CHECK_FALSE(has(text, "batch"));
     if (phase == Phase::kSetUp && needs_less.at(Phase::kBackward) > limit) continue;
     CHECK(out_of_memory(kWorld, advised, limit) == "no error");
   }
@@ -159,6 +167,85 @@ TEST_CASE("fsdp memory: where states fill it, sharding is advised in every phase
   CHECK(out_of_memory(kWorld, offloaded, needs.at(Phase::kOptimizer) * 3 / 4) == "no error");
 }
 
+/// What `text` proposes and how many bytes less it promises.
+std::map<std::string, double> proposals_of(const std::string& text) {
+  std::map<std::string, double> proposals;
+  std::istringstream lines(text);
+  for (std::string line; std::getline(lines, line);) {
+    const size_t about = line.find(" about ");
+    if (!line.starts_with("    ") || about == std::string::npos) continue;
+    std::istringstream words(line.substr(about + 7));
+    double number = 0;
+    std::string unit;
+    words >> number >> unit;
+    const double scale = unit == "KiB" ? 1024 : unit == "MiB" ? 1024 * 1024 : 1;
+    proposals[line.substr(4, line.find_last_not_of(' ', about) - 3)] = number * scale;
+  }
+  return proposals;
+}
+
+TEST_CASE("fsdp memory: what an advice promises is what following it gives", "[fsdp]") {
+  struct Start {
+    int world_size;
+    Strategy strategy;
+    dist::GradSync sync;
+    dist::WrapPolicy wrap;
+    std::vector<std::string> proposals;
+  };
+  const std::string full = "FsdpOptions::strategy=full_shard",
+                    prefetch = "FsdpOptions::prefetch_forward=0, FsdpOptions::prefetch_backward=0",
+                    optimizer = "FsdpOptions::offload=optimizer",
+                    params = "FsdpOptions::offload=params_and_optimizer",
+                    bf16 = "PrecisionOptions::param_dtype=bf16",
+                    sync = "FsdpOptions::sync_every_micro_batch=true",
+                    ranks = "4 ranks instead of 2";
+  constexpr auto kEvery = dist::GradSync::kEveryMicroBatch, kLast = dist::GradSync::kLast;
+  const Start starts[] = {
+      {2, Strategy::kNoShard, kEvery, nullptr, {full, optimizer, params}},
+      {2, Strategy::kShardOptim, kLast, nullptr, {full, optimizer, params}},
+      {2, Strategy::kFullShard, kLast, nullptr, {ranks, sync, optimizer, params, prefetch}},
+      {2,
+       Strategy::kFullShard,
+       kEvery,
+       dist::wrap::whole_model(),
+       {ranks, optimizer, params, bf16}},
+  };
+  for (const Start& start : starts) {
+    Job job = wide_job();
+    job.fsdp.strategy = start.strategy;
+    job.fsdp.sync_every_micro_batch = start.sync;
+    job.fsdp.wrap = start.wrap;
+    job.fsdp.offload_window = 16384;
+    int64_t need = 0;
+    const std::map<Phase, int64_t> needs = train(start.world_size, job, 0, &need);
+    // In the backward all that stays is there.
+    const std::string text =
+        out_of_memory(start.world_size, job, needs.at(Phase::kBackward) * 9 / 10);
+    INFO(name_of(start.strategy) << "\n" << text);
+    const std::map<std::string, double> proposals = proposals_of(text);
+    for (const auto& [proposal, promised] : proposals) {
+      INFO(proposal);
+      CHECK(std::count(start.proposals.begin(), start.proposals.end(), proposal) == 1);
+      Job followed = job;
+      dist::FsdpOptions& o = followed.fsdp;
+      int world_size = start.world_size;
+      if (proposal == full) o.strategy = Strategy::kFullShard, o.sync_every_micro_batch = kEvery;
+      if (proposal == ranks) world_size = 4, o.sync_every_micro_batch = kEvery;
+      if (proposal == sync) o.sync_every_micro_batch = kEvery;
+      if (proposal == optimizer) o.offload = dist::Offload::kOptimizer;
+      if (proposal == params) o.offload = dist::Offload::kParamsAndOptimizer;
+      if (proposal == prefetch) o.prefetch_forward = o.prefetch_backward = 0;
+      if (proposal == bf16) o.precision.param_dtype = kBF16;
+      int64_t needed = 0;
+      train(world_size, followed, 0, &needed);
+      const double saved = static_cast<double>(need - needed);
+      CHECK(saved > 0.9 * promised);
+      CHECK(saved < 1.15 * promised);
+    }
+    CHECK(proposals.size() == start.proposals.size());
+  }
+}
+
 TEST_CASE("fsdp memory: where everything is sharded, more ranks and smaller units are advised",
           "[fsdp]") {
   Job job = wide_job();
@@ -167,8 +254,8 @@ TEST_CASE("fsdp memory: where everything is sharded, more ranks and smaller unit
   const std::string text = out_of_memory(2, job, need / 2);
   INFO(text);
   CHECK(has(text, "    4 ranks instead of 2 "));
-  CHECK(has(text, "    fsdp.wrap: smaller units "));
-  CHECK(has(text, "    precision.param_dtype=bf16 "));
+  CHECK(has(text, "    FsdpOptions::wrap: smaller units "));
+  CHECK(has(text, "    PrecisionOptions::param_dtype=bf16 "));
   job.fsdp.wrap = nullptr;
   CHECK(out_of_memory(2, job, need * 3 / 4) == "no error");
 }
@@ -187,10 +274,10 @@ TEST_CASE("fsdp memory: where activations fill it, smaller batches and recompute
     const std::string text = out_of_memory(1, job, limit);
     INFO(text);
     CHECK(has(text, "for activations; less with"));
-    CHECK(has(text, "    train.micro_batch, half of it "));
-    CHECK(has(text, "    recompute.policy=full, or selective "));
-    CHECK(has(text, "    model.context, half of it "));
-    CHECK_FALSE(has(text, "fsdp.strategy"));
+    CHECK(has(text, "    batch, half of it "));
+    CHECK(has(text, "    RecomputePolicy::kind=full, or selective "));
+    CHECK(has(text, "    sequence, half of it "));
+    CHECK_FALSE(has(text, "FsdpOptions::"));
     Job halved = job, recomputed = job;
     halved.batch /= 2;
     recomputed.recompute.kind = nn::RecomputePolicy::Kind::kFull;

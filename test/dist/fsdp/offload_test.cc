@@ -415,7 +415,7 @@ TEST_CASE("offload: names and ranges are checked", "[fsdp]") {
   run.fsdp.offload_window = 100;
   CHECK_THROWS_WITH(
       run_fsdp_on_threads(1, run),
-      Catch::Contains("FsdpOptions::offload_window is 100, expected a multiple of 256"));
+      Catch::Contains("FsdpOptions::offload_window: 100, expected a multiple of 256"));
 }
 
 }  // namespace
