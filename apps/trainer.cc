@@ -31,6 +31,7 @@
 #include "core/text.h"
 #include "dist/checkpoint/huggingface.h"
 #include "dist/comm/nccl.h"
+#include "dist/fsdp/shard_view.h"
 #include "dist/fsdp/state_guard.h"
 #include "nn/generate.h"
 
@@ -366,7 +367,8 @@ void Trainer::describe() {
   if (const std::string derived = derived_defaults(config_); !derived.empty()) {
     log_->print("defaults: " + derived);
   }
-  log_->print(print_tree(*model_, [&](const nn::Module& m) { return fsdp_->unit_of(m); }));
+  const dist::ShardView view(*fsdp_);
+  log_->print(print_tree(*model_, [&](const nn::Module& m) { return view.unit_of(m); }));
   log_->print(fsdp_->summary());
   log_->print(fmt::format(
       "data: {} tokens to train on ({} samples), {} for validation; a step: {} samples = {} ranks "

@@ -21,6 +21,7 @@
 #include "core/profiler.h"
 #include "dist/comm/local.h"
 #include "dist/fsdp/fully_shard.h"
+#include "dist/fsdp/shard_view.h"
 #include "nn/llama.h"
 
 namespace tessera::apps {
@@ -175,7 +176,7 @@ Exposure measure_overlap(int prefetch, int num_ranks, const Network& network, in
         const std::vector<TraceEvent> events = profiler::events();
         exposed_ms.push_back(ms(exposed_ns(events, compute_ids)) / num_ranks);
         compute_ms.push_back(ms(kernel_ns(events, compute_ids)) / num_ranks /
-                             (2 * training.fsdp().num_units()));
+                             (2 * dist::ShardView(training.fsdp()).num_units()));
       }
       world.control().barrier();
     }
@@ -380,7 +381,7 @@ bool bench_memory(bool as_json) {
                {MemoryClass::kParameters, MemoryClass::kGradients, MemoryClass::kOptimizer}) {
             nbytes += by_class[static_cast<size_t>(c)];
           }
-          const auto count = static_cast<double>(training.fsdp().num_parameters());
+          const auto count = static_cast<double>(dist::ShardView(training.fsdp()).num_parameters());
           const auto gathered_nbytes = by_class[static_cast<size_t>(MemoryClass::kGathered)];
           actual = static_cast<double>(nbytes) / count;
           gathered = static_cast<double>(gathered_nbytes) / count;

@@ -91,7 +91,6 @@ void run_step(Order& order, const Shape& shape, int rank) {
       calls.push_back(order.end_call(u, Order::Mode::kTrain));
     }
     const int64_t generation = order.generation();
-    order.begin_backward(generation);
     for (size_t i = calls.size(); i-- > 0;) order.enter_backward(generation, calls[i]);
     order.end_backward(true);
   }

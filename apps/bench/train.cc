@@ -38,6 +38,7 @@
 #include "core/runtime/cpu/affinity.h"
 #include "dist/comm/local.h"
 #include "dist/fsdp/fully_shard.h"
+#include "dist/fsdp/shard_view.h"
 #include "kernels/matmul/cuda/cublaslt.h"
 #include "nn/gpt2.h"
 #include "nn/llama.h"
@@ -204,7 +205,8 @@ Memory memory_of(const BenchTraining& training, const Options& o, int num_ranks)
   m.others = of(MemoryClass::kGathered) + of(MemoryClass::kOther);
   if (o.strategy == "full_shard" || o.strategy == "shard_grad_op") {
     m.expected_states = (o.dtype == "f32" ? 16 : 18) *
-                        static_cast<double>(training.fsdp().num_parameters()) / num_ranks;
+                        static_cast<double>(dist::ShardView(training.fsdp()).num_parameters()) /
+                        num_ranks;
   }
   if (o.recompute == "none") {
     m.expected_activations =
@@ -244,7 +246,7 @@ Result measure(dist::World& world, const Options& o, const Roofline& roofline, d
   }
   world.control().barrier();
   r.tokens = static_cast<double>(o.micro_batch * o.context * world.world_size());
-  r.parameters = static_cast<double>(training.fsdp().num_parameters());
+  r.parameters = static_cast<double>(dist::ShardView(training.fsdp()).num_parameters());
   r.flops_per_token = training.model().flops_per_token(o.context);
   const bool is_cuda = Context::current()->device().type == DeviceType::kCuda;
   const int num_devices = is_cuda ? world.world_size() : 1;

@@ -45,10 +45,8 @@ void Fsdp::shards_changed(optim::Optimizer* optimizer) {
 void Fsdp::for_each_full(State state,
                          const std::function<void(const std::string&, const Tensor&)>& f) {
   parts_->life->check("Fsdp::for_each_full");
-  const int64_t step = parts_->runtime.step();
-  if (state == State::kGradient) return parts_->values->for_each_full_gradient(step, f);
-  parts_->values->check("Fsdp::for_each_full");
-  parts_->values->for_each_full_master(step, f);
+  if (state == State::kMaster) parts_->values->check("Fsdp::for_each_full");
+  parts_->values->for_each_full(state == State::kMaster ? Phase::kMaster : Phase::kGradient, f);
 }
 
 std::vector<optim::FlatShard>& Fsdp::shards() {
@@ -98,20 +96,6 @@ Tensor Fsdp::sum_micro_batches(std::span<const Tensor> per_micro_batch) {
 
 // ---- what it is
 
-int64_t Fsdp::num_parameters() const {
-  int64_t count = 0;
-  for (const UnitPlan& unit : parts_->plan.units) count += unit.num_parameters();
-  return count;
-}
-
-int Fsdp::num_units() const {
-  return static_cast<int>(parts_->units.size());
-}
-
-std::string Fsdp::unit_of(const nn::Module& module) const {
-  return parts_->hooks->unit_of(module);
-}
-
 const FsdpOptions& Fsdp::options() const {
   return parts_->policy.options;
 }
@@ -120,15 +104,12 @@ MemoryPlan Fsdp::memory() const {
   return memory_plan(*parts_);
 }
 
-std::string Fsdp::program() const {
-  return parts_->runtime.program().to_string();
-}
-
 std::string Fsdp::summary() const {
   const Policy& policy = parts_->policy;
-  int64_t largest = 0;
+  int64_t largest = 0, count = 0;
   for (const UnitPlan& unit : parts_->plan.units) {
     largest = std::max(largest, unit.num_parameters());
+    count += unit.num_parameters();
   }
   std::string slots;
   for (const auto& pool : parts_->pools) {
@@ -139,9 +120,9 @@ std::string Fsdp::summary() const {
   std::string text = fmt::format(
       "{} units, {:.2f} M parameters, the largest unit {:.2f} M; {} over {} ranks "
       "(shard group {}, replicas {}); slots {}",
-      num_units(), static_cast<double>(num_parameters()) * 1e-6,
-      static_cast<double>(largest) * 1e-6, name_of(policy.options.strategy), policy.world_size,
-      policy.mesh.shard_size, policy.mesh.replicate_size, slots.empty() ? "none" : slots);
+      parts_->units.size(), static_cast<double>(count) * 1e-6, static_cast<double>(largest) * 1e-6,
+      name_of(policy.options.strategy), policy.world_size, policy.mesh.shard_size,
+      policy.mesh.replicate_size, slots.empty() ? "none" : slots);
   text += fmt::format("; on this rank parameters {}, gradients {}, gathered units and staging {}",
                       format_nbytes(plan.nbytes_of(MemoryClass::kParameters)),
                       format_nbytes(plan.nbytes_of(MemoryClass::kGradients)),

@@ -92,17 +92,12 @@ class Fsdp {
   /// They are rounded to nearest, or as `optimizer` rounds them.
   void shards_changed(optim::Optimizer* optimizer = nullptr);
 
-  int64_t num_parameters() const;  ///< elements of all units, tied ones once, trainable or not
-  int num_units() const;
-  /// The unit whose parameters a call of `module` needs, for `print_tree`; empty if none.
-  std::string unit_of(const nn::Module& module) const;
   /// "4 units, 0.12 M parameters, the largest unit 0.05 M; full_shard over 2 ranks (shard group 2,
   /// replicas 1); slots 2 x 194.0 KiB, ...".
   std::string summary() const;
-  /// What it keeps in device memory on this rank, by what it is for and by unit.
+  /// What it keeps in device memory on this rank, by what it is for and by unit. More of what it is:
+  /// ShardView (shard_view.h).
   MemoryPlan memory() const;
-  /// The actions since the last end_step ([Note: Program of a step] in program.h), one a line.
-  std::string program() const;
   /// How long compute has waited for each unit's gathers and reduces since the last call. Complete
   /// after what the compute stream has been given so far. On cuda two events a wait measure it,
   /// from the first call on.

@@ -96,7 +96,7 @@ void Hooks::begin_call(int unit, std::span<Tensor*> inputs) {
     }
   }
   const Order::Mode mode = mode_of_call();
-  if (mode == Order::Mode::kReplay) begin_backward(order_.generation());
+  if (mode == Order::Mode::kReplay) begin_backward();
   order_.begin_call(unit, mode, recompute_region());
 }
 
@@ -120,7 +120,7 @@ void Hooks::cast_outputs(std::span<Tensor*> outputs) const {
 
 void Hooks::fail_forward() noexcept {
   try {
-    order_.fail_forward();
+    order_.end_forward(/*ok=*/false);
     // Whole gradients are those of earlier micro-batches, which are as good as before.
     if (order_.in_backward() || policy_.keeps_whole_gradients()) return;
     for (const auto& unit : units_) unit->gradients.discard();
@@ -142,7 +142,7 @@ void Hooks::record_backward(size_t call, std::span<Tensor*> outputs) {
                    [this, life = life_, generation = order_.generation(), call](
                        std::span<const Tensor> dys, Grads& g) {
                      life->check("backward");
-                     begin_backward(generation);
+                     begin_backward();
                      order_.enter_backward(generation, call);
                      for (size_t i = 0; i < dys.size(); ++i) {
                        if (dys[i].is_defined()) g.add(static_cast<int>(i), dys[i]);
@@ -154,12 +154,12 @@ void Hooks::record_backward(size_t call, std::span<Tensor*> outputs) {
   }
 }
 
-void Hooks::begin_backward(int64_t generation) {
+/// What the first call that backward comes to does before its order hears of it.
+void Hooks::begin_backward() {
   if (order_.in_backward()) return;
   life_->check_open("backward");
   life_->set_complete(false);
   on_backward_end([this](bool ok) { end_backward(ok); });
-  order_.begin_backward(generation);
 }
 
 void Hooks::end_backward(bool ok) {

@@ -41,7 +41,7 @@ class Hooks {
   void cast_outputs(std::span<Tensor*> outputs) const;
   void fail_forward() noexcept;
   void record_backward(size_t call, std::span<Tensor*> outputs);
-  void begin_backward(int64_t generation);
+  void begin_backward();
   void end_backward(bool ok);
 
   nn::Module& root_;

@@ -81,14 +81,14 @@ void Order::expire(int unit) {
 // ---- between calls
 
 void Order::keep_between_calls(int unit) {
-  if (use(unit).num_active == 0 && !contains(held_, unit)) held_.push_back(unit);
+  if (use(unit).calls.active == 0 && !contains(held_, unit)) held_.push_back(unit);
 }
 
 /// Releases what is between calls, but for `except` and units whose backward is to come.
 void Order::release_held(int except) {
   std::erase_if(held_, [&](int unit) {
-    if (use(unit).num_active > 0) return true;
-    if (unit == except || (in_backward_ && use(unit).num_open > 0)) return false;
+    if (use(unit).calls.active > 0) return true;
+    if (unit == except || (in_backward_ && use(unit).calls.open > 0)) return false;
     release(unit);
     return true;
   });
@@ -102,9 +102,9 @@ void Order::release_held_before(int position) {
   for (size_t i = held_.size(); i-- > 0;) {
     const int unit = held_[i];
     if (unit == next) continue;
-    if (use(unit).num_active == 0) {
+    if (use(unit).calls.active == 0) {
       const int pool = ledger_.unit(unit).pool;
-      if (use(unit).num_open > 0 && !contains(kept, pool) && !is_slot_needed(unit, position)) {
+      if (use(unit).calls.open > 0 && !contains(kept, pool) && !is_slot_needed(unit, position)) {
         kept.push_back(pool);
         continue;
       }
@@ -157,7 +157,7 @@ void Order::prefetch_backward(size_t call) {
 void Order::push_call(const Call& call) {
   calls_.push_back(call);
   num_live_ = calls_.size();
-  ++use(call.unit).num_open;
+  ++use(call.unit).calls.open;
 }
 
 /// The turn of a unit that this rank does not call: what the other ranks issue, issued here too.
@@ -199,21 +199,21 @@ void Order::enter_forward(Pass& pass, int unit, bool is_train) {
 void Order::begin_call(int unit, Mode mode, int64_t region) {
   if (mode == Mode::kReplay) {
     begin_replay(unit, region);
-    ++use(unit).num_active;
+    ++use(unit).calls.active;
     return;
   }
   const bool is_train = mode == Mode::kTrain;
-  if (use(unit).num_active == 0) {
+  if (use(unit).calls.active == 0) {
     enter_forward(is_train ? train_pass_ : eval_pass_, unit, is_train);
   }
   wait(unit);
-  ++use(unit).num_active;
+  ++use(unit).calls.active;
   std::erase(held_, unit);
   if (is_train) push_call({unit, tick_++, INT64_MAX, false, false, region});
 }
 
 size_t Order::end_call(int unit, Mode mode) {
-  --use(unit).num_active;
+  --use(unit).calls.active;
   keep_between_calls(unit);
   if (mode == Mode::kReplay) {
     const size_t call = replays_.back();
@@ -223,7 +223,7 @@ size_t Order::end_call(int unit, Mode mode) {
   if (mode == Mode::kEval) {
     // An evaluation that is through leaves nothing gathered.
     const int last = turns_.size() - 1;
-    if (use(unit).num_active == 0 && eval_pass_.position == last &&
+    if (use(unit).calls.active == 0 && eval_pass_.position == last &&
         eval_pass_.num_calls == turns_.num_calls_at(last)) {
       release_held(kNobody);
       eval_pass_ = {};
@@ -244,26 +244,24 @@ void Order::end_root_call() {
   eval_pass_ = {};
 }
 
-void Order::end_forward() {
+void Order::end_forward(bool ok) {
+  if (!ok) {
+    for (Use& u : uses_) u.calls.active = 0;
+    replays_.clear();
+    if (in_backward_) return;
+    for (Use& u : uses_) u.calls.open = 0;
+  }
   for (int unit = 0; unit < ledger_.num_units(); ++unit) {
-    if (use(unit).num_active == 0) release(unit);
+    if (use(unit).calls.active == 0) release(unit);
   }
   held_.clear();
   eval_pass_ = {};
   if (in_backward_) return;
-  for (const Call& call : calls_) use(call.unit).num_open = 0;
+  for (const Call& call : calls_) use(call.unit).calls.open = 0;
   calls_.clear();
   num_live_ = 0;
   train_pass_ = {};
   ++generation_;
-}
-
-void Order::fail_forward() {
-  for (Use& u : uses_) u.num_active = 0;
-  replays_.clear();
-  if (in_backward_) return;
-  end_forward();
-  for (Use& u : uses_) u.num_open = 0;
 }
 
 // ---- backward
@@ -281,7 +279,7 @@ void Order::begin_backward(int64_t generation) {
   num_live_ = calls_.size();
   for (Call& c : calls_) {
     c.is_over = c.is_replayed = false;
-    ++use(c.unit).num_open;
+    ++use(c.unit).calls.open;
   }
 }
 
@@ -357,7 +355,7 @@ void Order::finish_call(size_t index, int next) {
   }
   calls_[index].is_over = true;
   Use& u = use(unit);
-  if (--u.num_open == 0 && ledger_.unit(unit).is_trainable) {
+  if (--u.calls.open == 0 && ledger_.unit(unit).is_trainable) {
     const bool is_kept = accumulation.num_no_sync > 0 && !options_.is_alone;
     if (is_kept && !options_.keeps_whole_gradients) {
       emit(ActionKind::kKeep, unit);
@@ -370,7 +368,7 @@ void Order::finish_call(size_t index, int next) {
   }
   if (unit == next) return;  // called several times in a row: gathered for all of them
   if (stays_for_call_before(index)) return;
-  if (u.num_active == 0) release(unit);
+  if (u.calls.active == 0) release(unit);
   std::erase(held_, unit);
 }
 
@@ -378,7 +376,7 @@ void Order::end_backward(bool ok) {
   if (!ok) {
     in_backward_ = false;
     for (Use& u : uses_) {
-      u.num_active = u.num_open = 0;
+      u.calls.active = u.calls.open = 0;
       // Whole gradients of earlier micro-batches are lost with those of this one.
       if (options_.keeps_whole_gradients) u.is_reduce_due = false;
     }
@@ -435,9 +433,9 @@ void Order::end_hold(int unit, const Before& before, bool is_written) {
   Use& u = use(unit);
   if (--u.num_holds > 0) return;
   const bool is_due = std::exchange(u.is_release_due, false);
-  if ((is_due || !before.was_gathered) && u.num_active == 0) release(unit);
+  if ((is_due || !before.was_gathered) && u.calls.active == 0) release(unit);
   // Gathered ahead of its turn: not to be read before that.
-  if (!before.was_open && u.num_active == 0 && ledger_.state(unit) == ParamState::kOpen) {
+  if (!before.was_open && u.calls.active == 0 && ledger_.state(unit) == ParamState::kOpen) {
     emit(ActionKind::kClose, unit);
   }
   if (is_written) expire(unit);  // whatever this rank wrote, what counts is the shards

@@ -61,16 +61,12 @@ class Order {
   /// The root's call without a backward is over: before turns are known nobody else knows that an
   /// evaluation is through.
   void end_root_call();
-  /// Leaves every unit sharded; a forward without its backward is forgotten.
-  void end_forward();
-  /// A forward has thrown.
-  void fail_forward();
+  /// Leaves every unit sharded; a forward without its backward is forgotten. `ok`: it has not thrown.
+  void end_forward(bool ok = true);
 
   // ---- backward
-  /// Before anything of it; nothing if it has begun. `generation`: when its forward was made.
-  /// Error for a forward that is over by more than one backward.
-  void begin_backward(int64_t generation);
-  /// Gradients have come to the outputs of a call.
+  /// Gradients have come to the outputs of a call. `generation`: when its forward was made. Error for
+  /// one that is over by more than one backward.
   void enter_backward(int64_t generation, size_t call);
   void end_backward(bool ok);
 
@@ -96,10 +92,11 @@ class Order {
   const Ledger& ledger() const { return ledger_; }
   bool in_backward() const { return in_backward_; }
   int64_t generation() const { return generation_; }  ///< counts forwards
-  /// Calls of the unit whose backward is not over.
-  int num_open_calls(int unit) const { return uses_[static_cast<size_t>(unit)].num_open; }
-  /// Calls of the unit that are running.
-  int num_active_calls(int unit) const { return uses_[static_cast<size_t>(unit)].num_active; }
+  struct NumCalls {
+    int open = 0;    ///< whose backward is not over
+    int active = 0;  ///< that are running
+  };
+  const NumCalls& num_calls(int unit) const { return uses_[static_cast<size_t>(unit)].calls; }
 
  private:
   /// Where a forward is in the turns.
@@ -108,8 +105,7 @@ class Order {
     int num_calls = 0;  // of that unit in a row
   };
   struct Use {
-    int num_active = 0;
-    int num_open = 0;
+    NumCalls calls;
     int num_holds = 0;
     bool is_ahead = false;        // gathered before its turn
     bool is_release_due = false;  // when it is held no longer
@@ -117,6 +113,7 @@ class Order {
     bool is_finished = false;     // its gradient shard is complete
   };
 
+  void begin_backward(int64_t generation);
   Use& use(int unit) { return uses_[static_cast<size_t>(unit)]; }
   void emit(ActionKind kind, int unit, Phase phase = Phase::kNone);
   void gather(int unit, Phase phase);

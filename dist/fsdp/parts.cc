@@ -111,7 +111,7 @@ void FsdpParts::make_units() {
   for (size_t u = 0; u < specs.size(); ++u) {
     units.push_back(std::make_unique<Unit>(specs[u], plan.units[u], lanes));
     units.back()->gradients.is_expected = [this, u] {
-      return order.num_open_calls(static_cast<int>(u)) > 0;
+      return order.num_calls(static_cast<int>(u)).open > 0;
     };
   }
   Context::current()->allocator()->set_advice(
@@ -124,7 +124,7 @@ void FsdpParts::make_units() {
     const std::vector<std::string> own = unit->shard_parameters();
     missing.insert(missing.end(), own.begin(), own.end());
   }
-  values = std::make_unique<Values>(root, policy, units, std::move(missing));
+  values = std::make_unique<Values>(root, policy, units, std::move(missing), runtime);
 }
 
 void FsdpParts::make_slots() {

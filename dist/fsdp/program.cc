@@ -30,6 +30,10 @@ const char* name_of(ActionKind kind) {
       return "keep";
     case ActionKind::kFinish:
       return "finish";
+    case ActionKind::kGatherFull:
+      return "gather_full";
+    case ActionKind::kDropFull:
+      return "drop_full";
     case ActionKind::kCount:
       break;
   }
@@ -44,8 +48,11 @@ const char* name_of(const Action& action) {
       return "gather_backward";
     case Phase::kUnshard:
       return "gather_unshard";
+    case Phase::kGradient:
+      return "gather_full_gradient";
     case Phase::kNone:
     case Phase::kLast:
+    case Phase::kMaster:
       break;
   }
   return name_of(action.kind);
@@ -96,6 +103,8 @@ std::optional<ParamState> next_state(Residence residence, ParamState state, Acti
     case ActionKind::kReduce:
     case ActionKind::kKeep:
     case ActionKind::kFinish:
+    case ActionKind::kGatherFull:
+    case ActionKind::kDropFull:
       return state;
     case ActionKind::kCount:
       break;
@@ -110,9 +119,9 @@ Program::Program(std::vector<std::string> units) : units_(std::move(units)) {
 void Program::add(const Action& action) {
   actions_.push_back(action);
   if (!action.is_collective()) return;
-  const uint64_t what = action.kind == ActionKind::kReduce
-                            ? static_cast<uint64_t>(ActionKind::kReduce) << 8
-                            : static_cast<uint64_t>(action.phase);
+  const uint64_t phase =
+      action.kind == ActionKind::kReduce ? 0 : static_cast<uint64_t>(action.phase);
+  const uint64_t what = static_cast<uint64_t>(action.kind) << 8 | phase;
   const uint64_t own = unit_hashes_[static_cast<size_t>(action.unit)] ^
                        (static_cast<uint64_t>(action.nbytes) * 0xC2B2AE3D27D4EB4Fu + what);
   hash_ = own ^ (hash_ * 0x9E3779B97F4A7C15u + 1);

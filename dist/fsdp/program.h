@@ -23,16 +23,18 @@ enum class Residence : unsigned char {
 };
 
 enum class ActionKind : unsigned char {
-  kAddSlot,  ///< the unit's ring grows by a slot: units in use have taken all of it
-  kGather,   ///< shards -> slot, on the stream all_gather; collective
-  kWait,     ///< compute waits for the gather; from here on modules can read the parameters
-  kJoin,     ///< compute waits for a gather that nobody on this rank reads
-  kClose,    ///< modules can read the parameters no longer; they stay
-  kRelease,  ///< the slot goes back to its ring once compute is done with it
-  kExpire,   ///< the shards have changed: what is gathered is out of date
-  kReduce,   ///< the gradients of a backward -> shard; collective
-  kKeep,     ///< instead of that they are added up on this rank (no_sync)
-  kFinish,   ///< the step's gradient shard is completed
+  kAddSlot,     ///< the unit's ring grows by a slot: units in use have taken all of it
+  kGather,      ///< shards -> slot, on the stream all_gather; collective
+  kWait,        ///< compute waits for the gather; from here on modules can read the parameters
+  kJoin,        ///< compute waits for a gather that nobody on this rank reads
+  kClose,       ///< modules can read the parameters no longer; they stay
+  kRelease,     ///< the slot goes back to its ring once compute is done with it
+  kExpire,      ///< the shards have changed: what is gathered is out of date
+  kReduce,      ///< the gradients of a backward -> shard; collective
+  kKeep,        ///< instead of that they are added up on this rank (no_sync)
+  kFinish,      ///< the step's gradient shard is completed
+  kGatherFull,  ///< f32 shards -> memory for who reads them whole; collective
+  kDropFull,    ///< that memory is given back
   kCount
 };
 
@@ -42,14 +44,19 @@ enum class Phase : unsigned char {
   kBackward,  ///< of a gather
   kUnshard,   ///< of a gather: for an UnshardGuard
   kLast,      ///< of a reduce: of the step's last micro-batch
+  kMaster,    ///< of a gather_full: what the optimizer updates
+  kGradient,  ///< of a gather_full: gradient shards
 };
 
 struct Action {
   ActionKind kind;
   Phase phase = Phase::kNone;
   int32_t unit = 0;    ///< index
-  int64_t nbytes = 0;  ///< of the whole unit: parameters gathered or gradients reduced; else 0
-  bool is_collective() const { return kind == ActionKind::kGather || kind == ActionKind::kReduce; }
+  int64_t nbytes = 0;  ///< of the whole unit: what is gathered or reduced; else 0
+  bool is_collective() const {
+    return kind == ActionKind::kGather || kind == ActionKind::kReduce ||
+           kind == ActionKind::kGatherFull;
+  }
   friend bool operator==(const Action&, const Action&) = default;
 };
 const char* name_of(ActionKind kind);       ///< "gather", "wait", "reduce", ...; lives for ever

@@ -37,6 +37,10 @@ void Runtime::perform(const Action& action) {
       return unit.gradients.keep();
     case ActionKind::kFinish:
       return unit.gradients.finish(step_);
+    case ActionKind::kGatherFull:
+      return unit.whole.gather(action.phase, step_);
+    case ActionKind::kDropFull:
+      return unit.whole.drop();
     case ActionKind::kCount:
       break;
   }

@@ -17,6 +17,20 @@ ShardView::ShardView(const Fsdp& fsdp) : parts_(parts_of(fsdp)) {
   }
 }
 
+int ShardView::num_units() const {
+  return static_cast<int>(parts_.units.size());
+}
+int64_t ShardView::num_parameters() const {
+  int64_t count = 0;
+  for (const UnitPlan& unit : parts_.plan.units) count += unit.num_parameters();
+  return count;
+}
+std::string ShardView::unit_of(const nn::Module& module) const {
+  return parts_.hooks->unit_of(module);
+}
+std::string ShardView::program() const {
+  return parts_.runtime.program().to_string();
+}
 int ShardView::shard_size() const {
   return parts_.policy.mesh.shard_size;
 }

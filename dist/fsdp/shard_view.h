@@ -23,13 +23,19 @@ struct HeldGroup {
   bool stays_gathered;  ///< for the rest of a step, on all ranks
 };
 
-/// What this rank holds of a sharded model: for those who save, load or compare it. Lives no longer
-/// than the Fsdp.
+/// What this rank holds of a sharded model, and how: for those who save, load, compare or describe
+/// it. Lives no longer than the Fsdp.
 class ShardView {
  public:
   explicit ShardView(const Fsdp& fsdp);
 
   const std::vector<HeldGroup>& groups() const { return groups_; }  ///< in the order of units
+  int num_units() const;
+  int64_t num_parameters() const;  ///< elements of all units, tied ones once, trainable or not
+  /// The unit whose parameters a call of `module` needs, for `print_tree`; empty if none.
+  std::string unit_of(const nn::Module& module) const;
+  /// The actions since the last end_step ([Note: Program of a step] in program.h), one a line.
+  std::string program() const;
   int shard_size() const;
   int num_replicas() const;
   /// The first rank of all that hold something.

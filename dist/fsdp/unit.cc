@@ -21,7 +21,8 @@ Unit::Unit(const UnitSpec& spec, const UnitPlan& plan, Lanes& lanes)
       static_name_(intern(spec.name)),
       lanes_(lanes),
       gathered(*this),
-      gradients(*this) {
+      gradients(*this),
+      whole(*this) {
   for (const GroupPlan& g : plan.groups) static_cast<GroupPlan&>(groups_.emplace_back()) = g;
 }
 

@@ -9,6 +9,7 @@
 #include "dist/fsdp/gradients.h"
 #include "dist/fsdp/lanes.h"
 #include "dist/fsdp/reproducible.h"
+#include "dist/fsdp/whole.h"
 
 namespace tessera::dist {
 
@@ -36,7 +37,7 @@ struct Group : GroupPlan {
 };
 
 /// A unit: the parameters that are gathered and reduced together. Its shards, and the modules' views
-/// into what is gathered; `gathered` and `gradients` are its two state machines.
+/// into what is gathered; `gathered`, `gradients` and `whole` are its state machines.
 class Unit {
  public:
   /// `plan` and `lanes` outlive this.
@@ -81,6 +82,7 @@ class Unit {
   Exposure exposure;  ///< since the last `Fsdp::exposed_times`
   Gathered gathered;
   Gradients gradients;
+  Whole whole;
 };
 
 /// A copy of `text` that lives for ever (names for traces and the watchdog).

@@ -21,8 +21,9 @@ void for_each_own_part(Unit& unit, Group& g, const F& f) {
 }  // namespace
 
 Values::Values(nn::Module& root, const Policy& policy,
-               const std::vector<std::unique_ptr<Unit>>& units, std::vector<std::string> missing)
-    : root_(root), policy_(policy), units_(units), missing_(std::move(missing)) {
+               const std::vector<std::unique_ptr<Unit>>& units, std::vector<std::string> missing,
+               Issuer& issuer)
+    : root_(root), policy_(policy), units_(units), missing_(std::move(missing)), issuer_(issuer) {
   for (const std::string& name : policy.options.ignored) {
     if (!root.parameter(name).has_values()) empty_ignored_.push_back(name);
   }
@@ -91,46 +92,43 @@ void Values::check(const char* what) {
   is_complete_ = true;
 }
 
-void Values::for_each_full_master(int64_t step, const OnFull& f) {
-  const NoGrad no_grad;
-  for (const auto& unit : units_) {
-    for (const Group& g : unit->groups()) {
-      for_each_full(*unit, g, g.master.is_defined() ? g.master : g.shard.to(kF32), step, f);
-    }
+void Values::for_each_full(Phase what, const OnFull& f) {
+  for (int unit = 0; unit < static_cast<int>(units_.size()); ++unit) {
+    for_each_full_of_unit(unit, what, f);
   }
+  if (what != Phase::kMaster) return;
   for (const std::string& name : policy_.options.ignored) {
     f(name, root_.parameter(name).tensor.to(kF32));
   }
 }
 
-void Values::for_each_full_gradient(int64_t step, const OnFull& f) {
+void Values::for_each_full_of_unit(int index, Phase what, const OnFull& f) {
   const NoGrad no_grad;
-  for (const auto& unit : units_) {
-    for (const Group& g : unit->groups()) {
-      if (g.layout.is_trainable) for_each_full(*unit, g, g.home_of_grad(), step, f);
+  Unit& unit = *units_[static_cast<size_t>(index)];
+  const std::vector<Group>& groups = unit.groups();
+  const auto is_wanted = [what](const Group& g) {
+    return what == Phase::kMaster || g.layout.is_trainable;
+  };
+  int64_t numel = 0;
+  for (const Group& g : groups) numel += is_wanted(g) ? g.layout.numel : 0;
+  if (numel == 0) return;
+  issuer_.act({ActionKind::kGatherFull, what, index, nbytes_of(numel, kF32)});
+  const auto drop = [&] { issuer_.act({ActionKind::kDropFull, Phase::kNone, index}); };
+  try {
+    for (size_t k = 0; k < groups.size(); ++k) {
+      if (!is_wanted(groups[k])) continue;
+      for (const Placement& p : groups[k].layout.placements) {
+        f(p.name, unit.whole.values(k).narrow(0, p.begin, p.numel).view(p.shape));
+      }
     }
-  }
-}
-
-/// `shard`: this rank's part of the group's f32 values.
-void Values::for_each_full(Unit& unit, const Group& g, Tensor shard, int64_t step,
-                           const OnFull& f) {
-  const Lanes& lanes = unit.lanes();
-  Tensor full = shard;
-  if (policy_.mesh.shard_size > 1) {
-    full = empty({g.layout.numel}, kF32);
-    if (lanes.offloader != nullptr) {  // sent from device memory
-      Tensor place = full.narrow(0, unit.shard_begin(g), g.shard_numel);
-      shard = place.copy_(shard);
+  } catch (...) {
+    try {
+      drop();
+    } catch (const InternalError&) {  // what went wrong first is thrown
     }
-    lanes.wait(lanes.all_gather, lanes.compute.record(), WaitPoint::kFullReady);
-    lanes.gather_comm->all_gather(lanes.all_gather, full.raw_data(), shard.raw_data(),
-                                  g.shard_numel, kF32, {"gather_full", unit.static_name(), step});
-    lanes.wait(lanes.compute, lanes.all_gather.record(), WaitPoint::kFullGathered);
+    throw;
   }
-  for (const Placement& p : g.layout.placements) {
-    f(p.name, full.narrow(0, p.begin, p.numel).view(p.shape));
-  }
+  drop();
 }
 
 }  // namespace tessera::dist

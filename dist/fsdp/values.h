@@ -18,7 +18,7 @@ class Values {
  public:
   /// `missing`: sharded parameters that have none yet. What is given outlives this.
   Values(nn::Module& root, const Policy& policy, const std::vector<std::unique_ptr<Unit>>& units,
-         std::vector<std::string> missing);
+         std::vector<std::string> missing, Issuer& issuer);
 
   /// `Fsdp::initialize`, `load_full` and `shards_changed`, without what follows for gathers.
   void initialize(uint64_t seed);
@@ -30,16 +30,17 @@ class Values {
   void check(const char* what);
 
   using OnFull = std::function<void(const std::string& name, const Tensor& full)>;
-  void for_each_full_master(int64_t step, const OnFull& f);
-  void for_each_full_gradient(int64_t step, const OnFull& f);
+  /// `what`: Phase::kMaster or kGradient. What it gathers and drops are actions of the program.
+  void for_each_full(Phase what, const OnFull& f);
 
  private:
-  void for_each_full(Unit& unit, const Group& g, Tensor shard, int64_t step, const OnFull& f);
+  void for_each_full_of_unit(int unit, Phase what, const OnFull& f);
 
   nn::Module& root_;
   const Policy& policy_;
   const std::vector<std::unique_ptr<Unit>>& units_;
   std::vector<std::string> missing_;
+  Issuer& issuer_;
   std::vector<std::string> empty_ignored_;  // had none when this was made
   bool is_complete_ = false;                // nothing is missing
 };

@@ -5,6 +5,7 @@
 #include "core/runtime/staging.h"
 #include "dist/comm/local.h"
 #include "dist/fsdp/fully_shard.h"
+#include "dist/fsdp/shard_view.h"
 #include "nn/gpt2.h"
 #include "optim/adamw.h"
 #include "test/simt/fake_cuda.h"
@@ -46,7 +47,7 @@ void count_step(dist::World& world, const Gpt2Step& s, Counted* counted) {
   options.precision.param_dtype = s.element_nbytes == 2 ? kBF16 : kF32;
   options.precision.reduce_dtype = kF32;
   const auto fsdp = dist::fully_shard(*model, world, options);
-  REQUIRE(fsdp->num_parameters() == s.num_parameters());
+  REQUIRE(dist::ShardView(*fsdp).num_parameters() == s.num_parameters());
   fsdp->initialize(1);
   optim::AdamW adamw(fsdp->shards(), {});
   const std::vector<int32_t> values(static_cast<size_t>(s.batch * s.time));

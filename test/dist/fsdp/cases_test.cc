@@ -64,10 +64,10 @@ void check_everywhere(const PartFn<Net>& pass, NetRun run = {},
   if (check) check(one);
   run.on_step = [](int, dist::Fsdp& fsdp, dist::World&) {
     const dist::FsdpParts& parts = parts_of(fsdp);
-    for (int u = 0; u < fsdp.num_units(); ++u) {
+    for (int u = 0; u < static_cast<int>(parts.units.size()); ++u) {
       const bool is_left = parts.policy.residence == dist::Residence::kReshard &&
                            parts.order.ledger().is_gathered(u);
-      if (is_left || parts.order.num_open_calls(u) != 0 || parts.order.num_active_calls(u) != 0) {
+      if (is_left || parts.order.num_calls(u).open != 0 || parts.order.num_calls(u).active != 0) {
         throw Error(parts.units[static_cast<size_t>(u)]->name() +
                     " is unsharded or in use after the step");
       }

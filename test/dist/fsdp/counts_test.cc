@@ -7,6 +7,7 @@
 
 #include "core/runtime/allocator.h"
 #include "dist/fsdp/parts.h"
+#include "dist/fsdp/shard_view.h"
 #include "optim/adamw.h"
 #include "test/dist/fsdp/combos.h"
 #include "test/dist/fsdp/observer.h"
@@ -69,8 +70,8 @@ TEST_CASE("fsdp counts: bytes a parameter, by the allocator and resident", "[fsd
           for (optim::FlatShard& shard : fsdp->shards()) shard.grad.fill_(0);
           current_stream().synchronize();
           world.control().barrier();
-          const auto count = static_cast<double>(fsdp->num_parameters());
-          if (world.rank() == 0) num_parameters = fsdp->num_parameters();
+          const auto count = static_cast<double>(dist::ShardView(*fsdp).num_parameters());
+          if (world.rank() == 0) num_parameters = dist::ShardView(*fsdp).num_parameters();
           if (world.rank() == 0) resident = static_cast<double>(resident_nbytes() - before) / count;
           const AllocatorStats stats = Context::current()->allocator()->stats();
           allocated += stats.allocated;

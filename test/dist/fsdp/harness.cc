@@ -5,6 +5,7 @@
 #include "core/autograd.h"
 #include "core/random.h"
 #include "dist/comm/local.h"
+#include "dist/fsdp/shard_view.h"
 #include "optim/adamw.h"
 #include "test/testing.h"
 
@@ -124,7 +125,7 @@ FsdpResult run_fsdp(dist::World& world, const FsdpRun& run) {
     }
     adamw.step(run.lr, clip.factor, clip.found_inf);
     scaler.update(clip.found_inf);
-    if (step == 1) result.program = fsdp->program();
+    if (step == 1) result.program = dist::ShardView(*fsdp).program();
     if (run.on_step) run.on_step(step, *fsdp, world);
     fsdp->end_step();
     if (run.after_step) run.after_step(step, state, world);

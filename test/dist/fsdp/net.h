@@ -8,6 +8,7 @@
 
 #include "core/autograd.h"
 #include "core/recompute.h"
+#include "dist/fsdp/shard_view.h"
 #include "kernels/elementwise/elementwise.h"
 #include "kernels/matmul/matmul.h"
 #include "kernels/pointwise/pointwise.h"
@@ -70,7 +71,7 @@ FsdpResult train_net(dist::World& world, const NetRun& run,
                           });
     }
     adamw.step(run.lr, clip.factor, clip.found_inf);
-    if (step == 1) result.program = fsdp->program();
+    if (step == 1) result.program = dist::ShardView(*fsdp).program();
     if (run.on_step) run.on_step(step, *fsdp, world);
     fsdp->end_step();
     result.losses.push_back(loss_sum.item());

@@ -9,6 +9,7 @@
 #include "core/profiler.h"
 #include "dist/fsdp/guards.h"
 #include "dist/fsdp/parts.h"
+#include "dist/fsdp/shard_view.h"
 #include "optim/sgd.h"
 #include "test/dist/fsdp/combos.h"
 #include "test/dist/fsdp/net.h"
@@ -125,7 +126,7 @@ TEST_CASE("fsdp order: as many units are gathered ahead as prefetch says, in bot
         training.warm_up();
         for (int p = 0; world.rank() == 0 && p < kBlocks; ++p) {
           training.net->blocks[p]->probe = [&, p](bool is_backward) {
-            const std::string program = training.fsdp->program();
+            const std::string program = dist::ShardView(*training.fsdp).program();
             (is_backward ? in_backward : in_forward)[static_cast<size_t>(p)] =
                 count_prefix(program, is_backward ? "gather_backward " : "gather_forward ");
           };

@@ -72,7 +72,6 @@ struct Machine {
       calls.push_back(order.end_call(unit, Order::Mode::kTrain));
     }
     const int64_t generation = order.generation();
-    order.begin_backward(generation);
     for (size_t i = calls.size(); i-- > 0;) order.enter_backward(generation, calls[i]);
     order.end_backward(true);
   }
@@ -250,7 +249,6 @@ TEST_CASE("fsdp program: a second run of a region gathers its unit once for both
     m.order.end_call(unit, Order::Mode::kTrain);
   }
   const int64_t generation = m.order.generation();
-  m.order.begin_backward(generation);
   for (const int unit : {1, 0}) {
     m.order.begin_call(unit, Order::Mode::kReplay, 5 + unit);
     const size_t call = m.order.end_call(unit, Order::Mode::kReplay);
@@ -346,8 +344,8 @@ TEST_CASE("fsdp program: gradients that no backward sends are reduced when the s
   failed.order.accumulation.is_last = false;
   failed.pass();
   failed.order.begin_call(0, Order::Mode::kTrain);
-  failed.order.end_call(0, Order::Mode::kTrain);
-  failed.order.begin_backward(failed.order.generation());
+  const size_t call = failed.order.end_call(0, Order::Mode::kTrain);
+  failed.order.enter_backward(failed.order.generation(), call);
   failed.order.end_backward(false);
   CHECK(failed.end_step() == forward + "release a\n" + forward + "release a\nfinish a\n");
   failed.pass();

@@ -111,6 +111,10 @@ TEST_CASE("fsdp runtime: a run without one action fails as its state machines sa
        "the program says gather of unit \"blocks.1\", whose parameters are gathered"},
       {Strategy::kShardOptim, ActionKind::kReduce, "blocks.1", 0,
        "the program says finish of unit \"blocks.1\", which has gradients that were not reduced"},
+      {Strategy::kFullShard, ActionKind::kGatherFull, "blocks.1", 0,
+       "the program has not gathered the full values of unit \"blocks.1\""},
+      {Strategy::kFullShard, ActionKind::kDropFull, "blocks.1", 0,
+       "the program says gather_full of unit \"blocks.1\", whose full values are there"},
   };
   for (const Case& c : cases) {
     const Outcome outcome = run_edited(short_run(c.strategy), without(c.kind, c.unit, c.nth));
@@ -220,7 +224,8 @@ TEST_CASE("fsdp runtime: actions in another order fail, or give the same bits wh
 
 TEST_CASE("fsdp runtime: an action that one rank leaves out is named before anybody hangs",
           "[fsdp]") {
-  for (const ActionKind kind : {ActionKind::kGather, ActionKind::kReduce}) {
+  for (const ActionKind kind :
+       {ActionKind::kGather, ActionKind::kReduce, ActionKind::kGatherFull}) {
     const Outcome outcome =
         run_edited(short_run(Strategy::kFullShard), without(kind, "blocks.1", 0), /*rank=*/1);
     INFO(name_of(kind) << ": " << outcome.error);
@@ -257,7 +262,7 @@ TEST_CASE("fsdp runtime: a run executes what the pure machine says of its calls"
       for (int step = 0; step < 2; ++step) {
         names.program.clear();
         std::vector<size_t> calls;
-        for (int u = 0; u < fsdp.num_units(); ++u) {
+        for (int u = 0; u < static_cast<int>(parts.units.size()); ++u) {
           // The head has two modules: the last norm and the output.
           for (size_t k = 0; k < parts.specs[static_cast<size_t>(u)].modules.size(); ++k) {
             order.begin_call(u, Order::Mode::kTrain);
@@ -265,7 +270,6 @@ TEST_CASE("fsdp runtime: a run executes what the pure machine says of its calls"
           }
         }
         const int64_t generation = order.generation();
-        order.begin_backward(generation);
         for (size_t i = calls.size(); i-- > 0;) order.enter_backward(generation, calls[i]);
         order.end_backward(true);
         order.complete_gradients();

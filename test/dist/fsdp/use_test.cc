@@ -6,6 +6,7 @@
 #include "core/autograd.h"
 #include "dist/fsdp/guards.h"
 #include "dist/fsdp/parts.h"
+#include "dist/fsdp/shard_view.h"
 #include "nn/embedding.h"
 #include "optim/sgd.h"
 #include "test/dist/fsdp/combos.h"
@@ -389,7 +390,7 @@ TEST_CASE("fsdp use: a forward without gradients before the first step leaves al
         if (unit->gathered.is_there()) throw Error(unit->name() + " is unsharded");
       }
       // One gather a unit and pass.
-      const std::string program = sharded.fsdp->program();
+      const std::string program = dist::ShardView(*sharded.fsdp).program();
       if (count_lines(program, "gather_forward head") != num_passes) throw Error(program);
     });
   }
