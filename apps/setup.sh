@@ -16,6 +16,7 @@ required=(
   "libtomlplusplus-dev|pkg-config --exists tomlplusplus"
   "libcli11-dev|test -e /usr/include/CLI/CLI.hpp || pkg-config --exists CLI11"
   "nlohmann-json3-dev|pkg-config --exists nlohmann_json"
+  "libpcre2-dev|pkg-config --exists libpcre2-8"
   "libxxhash-dev|pkg-config --exists libxxhash"
   "zlib1g-dev|pkg-config --exists zlib"
   "libzstd-dev|pkg-config --exists libzstd"

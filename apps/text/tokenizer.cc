@@ -1,0 +1,124 @@
+#include "apps/text/tokenizer.h"
+
+#include <fmt/format.h>
+
+#include <filesystem>
+#include <nlohmann/json.hpp>
+
+#include "apps/text/hf_tokenizer.h"
+#include "apps/text/simple.h"
+#include "core/check.h"
+#include "core/files.h"
+#include "core/formats/strict_json.h"
+
+namespace tessera::text {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr int64_t kMaxFileNbytes = int64_t{64} << 20;  // larger than all that are in use
+constexpr int64_t kMaxCompanionNbytes = int64_t{16} << 20;
+
+nlohmann::json parse_json(std::string_view text, const std::string& name,
+                          std::string_view expected) {
+  constexpr JsonRules kRules{.max_depth = 16, .num_free_elements = 0x110000};
+  return parse_strict_json(name, text, kRules, expected);
+}
+
+/// What transformers keeps beside tokenizer.json, as far as it is there.
+std::map<std::string, std::string> read_companions(const fs::path& directory) {
+  std::map<std::string, std::string> files;
+  for (const char* name : {"tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+                           "chat_template.jinja"}) {
+    std::error_code ignored;
+    const fs::path path = directory / name;
+    if (fs::exists(path, ignored)) {
+      files.emplace(name, read_regular_file(path.string(), kMaxCompanionNbytes));
+    }
+  }
+  return files;
+}
+
+std::unique_ptr<HfTokenizer> parse_hf(const JsonNode& root, std::string_view json) {
+  return std::make_unique<HfTokenizer>(root, std::string(json));
+}
+
+}  // namespace
+
+std::vector<int32_t> Tokenizer::encode(std::string_view text, const EncodeOptions& options) const {
+  std::vector<int32_t> ids;
+  encode(text, ids, options);
+  return ids;
+}
+
+const std::vector<AddedToken>& Tokenizer::added_tokens() const {
+  static const std::vector<AddedToken> none;
+  return none;
+}
+
+size_t Tokenizer::next_cut(std::string_view text, size_t) const {
+  return text.size();
+}
+
+std::string decode_generated(const Tokenizer& tokenizer, const std::vector<int32_t>& ids) {
+  std::string text;
+  std::vector<int32_t> known;
+  const auto flush = [&] {
+    text += tokenizer.decode(known);
+    known.clear();
+  };
+  for (const int32_t id : ids) {
+    if (id < tokenizer.vocab_size()) {
+      known.push_back(id);
+      continue;
+    }
+    flush();
+    text += "\xef\xbf\xbd";
+  }
+  flush();
+  return text;
+}
+
+std::unique_ptr<Tokenizer> parse_tokenizer(std::string_view json, const std::string& name) {
+  const nlohmann::json parsed = parse_json(json, name, "a saved tokenizer");
+  const auto fail = [&](const std::string& found, std::string_view expected) {
+    throw InputError(fmt::format("{}: {}, expected {}", name, found, expected));
+  };
+  if (!parsed.is_object()) fail("not a JSON object", "a saved tokenizer");
+  const JsonNode root(parsed, name);
+  if (!root["model"].is_null()) return parse_hf(root, json);
+  if (root["type"].is_null()) {
+    fail("neither type nor model", "\"type\": \"byte\" or \"char\", or \"model\": {...}");
+  }
+  if (root["type"].one_of({"byte", "char"}) == 0) return make_byte_tokenizer();
+  return parse_char_tokenizer(root);
+}
+
+std::unique_ptr<Tokenizer> load_tokenizer(const std::string& path) {
+  std::error_code ignored;
+  fs::path file(path);
+  if (fs::is_directory(file, ignored)) {
+    for (const auto& [merges, encoder] :
+         {std::pair("vocab.bpe", "encoder.json"), std::pair("merges.txt", "vocab.json")}) {
+      if (fs::exists(file / "tokenizer.json", ignored) || !fs::exists(file / merges, ignored)) {
+        continue;
+      }
+      const std::string encoder_path = (file / encoder).string();
+      return parse_gpt2(read_regular_file((file / merges).string(), kMaxFileNbytes),
+                        fs::exists(encoder_path, ignored)
+                            ? read_regular_file(encoder_path, kMaxFileNbytes)
+                            : std::string(),
+                        (file / merges).string());
+    }
+    file /= "tokenizer.json";
+  }
+  const std::string text = read_regular_file(file.string(), kMaxFileNbytes);
+  if (file.extension() == ".bpe") return parse_gpt2(text, "", file.string());
+  auto tokenizer = parse_tokenizer(text, file.string());
+  if (auto* hf = dynamic_cast<HfTokenizer*>(tokenizer.get())) {
+    hf->set_companions(read_companions(file.parent_path()));
+  }
+  return tokenizer;
+}
+
+}  // namespace tessera::text
