@@ -4,10 +4,11 @@ namespace tessera::dist {
 
 Mesh Mesh::make(int world_size, int rank, int shard_size) {
   TESSERA_CHECK_AS(ConfigError, shard_size >= 1 && shard_size <= world_size,
-                   "fsdp.shard_size: expected 1 to {} (the world size), got {}", world_size,
+                   "Mesh: shard_size: expected 1 to {} (the world size), got {}", world_size,
                    shard_size);
   TESSERA_CHECK_AS(ConfigError, world_size % shard_size == 0,
-                   "fsdp.shard_size: {} does not divide the world size {}", shard_size, world_size);
+                   "Mesh: shard_size: {} does not divide the world size {}", shard_size,
+                   world_size);
   Mesh mesh;
   mesh.replicate_size = world_size / shard_size;
   mesh.shard_size = shard_size;

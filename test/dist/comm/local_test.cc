@@ -215,10 +215,10 @@ TEST_CASE("comm: wrong arguments are named", "[comm]") {
 TEST_CASE("mesh: a shard size that does not divide the world is named", "[comm]") {
   REQUIRE(error_of([] {
             Mesh::make(6, 0, 4);
-          }).rfind("fsdp.shard_size: 4 does not divide the world size 6", 0) == 0);
+          }).rfind("Mesh: shard_size: 4 does not divide the world size 6", 0) == 0);
   REQUIRE(error_of([] {
             Mesh::make(6, 0, 7);
-          }).rfind("fsdp.shard_size: expected 1 to 6 (the world size), got 7", 0) == 0);
+          }).rfind("Mesh: shard_size: expected 1 to 6 (the world size), got 7", 0) == 0);
   REQUIRE_THROWS_AS(Mesh::make(6, 0, 0), ConfigError);
   const Mesh mesh = Mesh::make(6, 4, 3);
   REQUIRE((mesh.replicate_size == 2 && mesh.replicate_rank == 1 && mesh.shard_rank == 1));

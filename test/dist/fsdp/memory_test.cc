@@ -49,6 +49,25 @@ TEST_CASE("fsdp memory: parts, no_sync's gradients and reproducible sums are in 
   CHECK(entries_of(2, reproducible) == "");
 }
 
+TEST_CASE("fsdp memory: one rank writes f32 gradients where they stay, others in slots", "[fsdp]") {
+  const auto slots_of = [](int world_size, Precision precision) {
+    int64_t nbytes = 0;
+    FsdpRun run;
+    set_precision(run, precision);
+    run.samples_per_step = 2 * world_size;
+    run.on_step = [&](int step, dist::Fsdp& fsdp, dist::World& world) {
+      if (step == 1 && world.rank() == 0) {
+        nbytes = fsdp.memory().nbytes_of(MemoryClass::kGathered);
+      }
+    };
+    dist::run_ranks(world_size, [&](dist::World& world) { run_fsdp(world, run); });
+    return nbytes;
+  };
+  CHECK(slots_of(1, Precision::kF32) == 0);
+  CHECK(slots_of(1, Precision::kBF16) > 0);
+  CHECK(slots_of(2, Precision::kF32) > 0);
+}
+
 // ---- out of memory
 
 /// A model whose states take most of the memory, and one whose activations do.
@@ -243,6 +262,7 @@ TEST_CASE("fsdp memory: what an advice promises is what following it gives", "[f
       CHECK(saved < 1.15 * promised);
     }
     CHECK(proposals.size() == start.proposals.size());
+    CHECK(has(text, "smaller units") == static_cast<bool>(start.wrap));
   }
 }
 

@@ -2,6 +2,7 @@
 // state machines say. And the plan of its memory.
 
 #include <algorithm>
+#include <cmath>
 
 #include "dist/fsdp/guards.h"
 #include "dist/fsdp/parts.h"
@@ -82,60 +83,20 @@ std::function<Edit(dist::Fsdp&)> swapped(ActionKind kind, const std::string& uni
   };
 }
 
+/// Does the `nth` action of a kind on a unit twice.
+std::function<Edit(dist::Fsdp&)> twice(ActionKind kind, const std::string& unit, int nth) {
+  return [=](dist::Fsdp& fsdp) -> Edit {
+    return [&fsdp, kind, unit, nth, seen = 0](const Action& action) mutable {
+      const bool is_it = action.kind == kind &&
+                         parts_of(fsdp).units[static_cast<size_t>(action.unit)]->name() == unit &&
+                         seen++ == nth;
+      return std::vector<Action>(is_it ? 2 : 1, action);
+    };
+  };
+}
+
 bool contains(const std::string& text, const std::string& part) {
   return text.find(part) != std::string::npos;
-}
-
-TEST_CASE("fsdp runtime: a run without one action fails as its state machines say", "[fsdp]") {
-  struct Case {
-    Strategy strategy;
-    ActionKind kind;
-    const char* unit;
-    int nth;
-    const char* expected;
-  };
-  const Case cases[] = {
-      {Strategy::kFullShard, ActionKind::kGather, "blocks.1", 0,
-       "the program says wait of unit \"blocks.1\", whose parameters are sharded"},
-      {Strategy::kFullShard, ActionKind::kWait, "blocks.1", 0,
-       "parameters of unit \"blocks.1\", which can be read from when a call"},
-      {Strategy::kFullShard, ActionKind::kRelease, "blocks.0", 0,
-       "the program says gather of unit \"blocks.2\", but no slot of its ring is free"},
-      {Strategy::kFullShard, ActionKind::kReduce, "blocks.1", 0,
-       "the program has not reduced the gradients of unit \"blocks.1\""},
-      {Strategy::kFullShard, ActionKind::kFinish, "blocks.1", 0,
-       "clip_grad_norm: the gradients of unit \"blocks.1\" are not complete"},
-      {Strategy::kShardGradOp, ActionKind::kClose, "blocks.1", 0,
-       "the program says wait of unit \"blocks.1\", whose parameters are open"},
-      {Strategy::kShardGradOp, ActionKind::kExpire, "blocks.1", 0,
-       "the program says gather of unit \"blocks.1\", whose parameters are gathered"},
-      {Strategy::kShardOptim, ActionKind::kReduce, "blocks.1", 0,
-       "the program says finish of unit \"blocks.1\", which has gradients that were not reduced"},
-      {Strategy::kFullShard, ActionKind::kGatherFull, "blocks.1", 0,
-       "the program has not gathered the full values of unit \"blocks.1\""},
-      {Strategy::kFullShard, ActionKind::kDropFull, "blocks.1", 0,
-       "the program says gather_full of unit \"blocks.1\", whose full values are there"},
-  };
-  for (const Case& c : cases) {
-    const Outcome outcome = run_edited(short_run(c.strategy), without(c.kind, c.unit, c.nth));
-    INFO(name_of(c.strategy) << " without " << name_of(c.kind) << " of " << c.unit << ": "
-                             << outcome.error);
-    CHECK(contains(outcome.error, c.expected));
-  }
-}
-
-TEST_CASE("fsdp runtime: without keep, gradients of no_sync are missed when backward ends",
-          "[fsdp]") {
-  FsdpRun run = short_run(Strategy::kFullShard);
-  run.num_micro_batches = 2;
-  run.scope = [](int micro_batch, dist::Fsdp& fsdp, nn::LanguageModel&) -> std::shared_ptr<void> {
-    if (micro_batch == 0) return std::make_shared<dist::NoSync>(fsdp);
-    return nullptr;
-  };
-  CHECK(run_edited(run, [](dist::Fsdp&) { return Edit(); }).error.empty());
-  const Outcome outcome = run_edited(run, without(ActionKind::kKeep, "blocks.1", 0));
-  INFO(outcome.error);
-  CHECK(contains(outcome.error, "the program has not reduced the gradients of unit \"blocks.1\""));
 }
 
 /// Linear layers that are called in an order of the test's.
@@ -184,6 +145,116 @@ void train_chain(Chain& net, dist::Fsdp& fsdp) {
 void hold_all(Chain&, dist::Fsdp& fsdp) {
   const dist::UnshardGuard first(fsdp, "blocks.0"), second(fsdp, "blocks.1"),
       third(fsdp, "blocks.2");  // one more than the ring has slots
+}
+
+TEST_CASE("fsdp runtime: a run without one action fails as its state machines say", "[fsdp]") {
+  struct Case {
+    Strategy strategy;
+    ActionKind kind;
+    const char* unit;
+    int nth;
+    const char* expected;
+  };
+  const Case cases[] = {
+      {Strategy::kFullShard, ActionKind::kGather, "blocks.1", 0,
+       "the program says wait of unit \"blocks.1\", whose parameters are sharded"},
+      {Strategy::kFullShard, ActionKind::kWait, "blocks.1", 0,
+       "parameters of unit \"blocks.1\", which can be read from when a call"},
+      {Strategy::kFullShard, ActionKind::kRelease, "blocks.0", 0,
+       "the program says gather of unit \"blocks.2\", but no slot of its ring is free"},
+      {Strategy::kFullShard, ActionKind::kReduce, "blocks.1", 0,
+       "the program has not reduced the gradients of unit \"blocks.1\""},
+      {Strategy::kFullShard, ActionKind::kFinish, "blocks.1", 0,
+       "clip_grad_norm: the gradients of unit \"blocks.1\" are not complete"},
+      {Strategy::kShardGradOp, ActionKind::kClose, "blocks.1", 0,
+       "the program says wait of unit \"blocks.1\", whose parameters are open"},
+      {Strategy::kShardGradOp, ActionKind::kExpire, "blocks.1", 0,
+       "the program says gather of unit \"blocks.1\", whose parameters are gathered"},
+      {Strategy::kShardOptim, ActionKind::kReduce, "blocks.1", 0,
+       "the program says finish of unit \"blocks.1\", which has gradients that were not reduced"},
+      {Strategy::kFullShard, ActionKind::kGatherFull, "blocks.1", 0,
+       "the program has not gathered the full values of unit \"blocks.1\""},
+      {Strategy::kFullShard, ActionKind::kDropFull, "blocks.1", 0,
+       "the program says gather_full of unit \"blocks.1\", whose full values are there"},
+  };
+  for (const Case& c : cases) {
+    const Outcome outcome = run_edited(short_run(c.strategy), without(c.kind, c.unit, c.nth));
+    INFO(name_of(c.strategy) << " without " << name_of(c.kind) << " of " << c.unit << ": "
+                             << outcome.error);
+    CHECK(contains(outcome.error, c.expected));
+  }
+}
+
+TEST_CASE("fsdp runtime: a run with an action too many fails as its state machines say", "[fsdp]") {
+  struct Case {
+    Strategy strategy;
+    ActionKind kind;
+    const char* expected;
+  };
+  const Case cases[] = {
+      {Strategy::kFullShard, ActionKind::kGather,
+       "the program says gather of unit \"blocks.1\", whose parameters are being gathered"},
+      {Strategy::kFullShard, ActionKind::kWait,
+       "the program says wait of unit \"blocks.1\", whose parameters are open"},
+      {Strategy::kFullShard, ActionKind::kRelease,
+       "the program says release of unit \"blocks.1\", whose parameters are sharded"},
+      {Strategy::kShardGradOp, ActionKind::kClose,
+       "the program says close of unit \"blocks.1\", whose parameters are gathered"},
+      {Strategy::kFullShard, ActionKind::kGatherFull,
+       "the program says gather_full of unit \"blocks.1\", whose full values are there"},
+      {Strategy::kFullShard, ActionKind::kDropFull,
+       "the program says drop_full of unit \"blocks.1\", whose full values are not there"},
+  };
+  for (const Case& c : cases) {
+    const Outcome outcome = run_edited(short_run(c.strategy), twice(c.kind, "blocks.1", 0));
+    INFO(name_of(c.strategy) << " with two of " << name_of(c.kind) << ": " << outcome.error);
+    CHECK(contains(outcome.error, c.expected));
+  }
+  const std::string join = error_of_chain(twice(ActionKind::kJoin, "blocks.2", 0), train_chain);
+  INFO(join);
+  CHECK(
+      contains(join, "the program says join of unit \"blocks.2\", whose parameters are gathered"));
+}
+
+TEST_CASE("fsdp runtime: a slot that is given back is filled with NaN where memory is poisoned",
+          "[fsdp]") {
+  for (const bool poison : {false, true}) {
+    dist::LocalOptions local;
+    local.context.poison = poison;
+    local.context.order_check = false;
+    std::vector<double> after(2);
+    dist::run_ranks(2, local, [&](dist::World& world) {
+      Chain net;
+      net.initialize(1);
+      dist::FsdpOptions options;
+      options.wrap = dist::wrap::by_class<nn::Linear>();
+      const auto fsdp = dist::fully_shard(net, world, options);
+      const float* values = nullptr;
+      {
+        const dist::UnshardGuard guard(*fsdp, "blocks.1");
+        values = net.parameter("blocks.1.weight").tensor.data<float>();
+      }
+      world.control().barrier();
+      current_stream().synchronize();
+      after[static_cast<size_t>(world.rank())] = values[0];
+      world.control().barrier();
+    });
+    for (const double value : after) CHECK(std::isnan(value) == poison);
+  }
+}
+
+TEST_CASE("fsdp runtime: without keep, gradients of no_sync are missed when backward ends",
+          "[fsdp]") {
+  FsdpRun run = short_run(Strategy::kFullShard);
+  run.num_micro_batches = 2;
+  run.scope = [](int micro_batch, dist::Fsdp& fsdp, nn::LanguageModel&) -> std::shared_ptr<void> {
+    if (micro_batch == 0) return std::make_shared<dist::NoSync>(fsdp);
+    return nullptr;
+  };
+  CHECK(run_edited(run, [](dist::Fsdp&) { return Edit(); }).error.empty());
+  const Outcome outcome = run_edited(run, without(ActionKind::kKeep, "blocks.1", 0));
+  INFO(outcome.error);
+  CHECK(contains(outcome.error, "the program has not reduced the gradients of unit \"blocks.1\""));
 }
 
 TEST_CASE("fsdp runtime: a run without a join or a slot more fails as its state machines say",
