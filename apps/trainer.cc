@@ -4,6 +4,7 @@
 #include <atomic>
 #include <chrono>
 #include <cmath>
+#include <exception>
 #include <limits>
 #include <mutex>
 #include <thread>
@@ -819,18 +820,22 @@ void Trainer::preempt() {
 }
 
 /// The checkpoint and the model after the last step. If one cannot be written, the other is there.
+/// The checkpoint is complete before the model is there: a run that dies between the two goes on from
+/// it, while beside a model without one nothing may begin anew.
 void Trainer::save_end() {
   is_end_saved_ = true;
+  std::exception_ptr failed;
   if (config_.checkpoint.last || checkpoints_.is_due(step_)) checkpoints_.save(progress());
-  const std::string path = config_.output.dir + "/model.safetensors";
   try {
-    save_model(path, *model_, *fsdp_, world_, step_);
+    checkpoints_.finish();
   } catch (const Error& error) {
-    if (world_.control().verdict_rank(error) >= 0) checkpoints_.finish();
-    throw;
+    if (world_.control().verdict_rank(error) < 0) throw;  // the ranks are not at the same place
+    failed = std::current_exception();
   }
+  const std::string path = config_.output.dir + "/model.safetensors";
+  save_model(path, *model_, *fsdp_, world_, step_);
   if (log_ != nullptr) log_->print("model: " + path);
-  checkpoints_.finish();
+  if (failed) std::rethrow_exception(failed);
 }
 
 void Trainer::end_run() {
