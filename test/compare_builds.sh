@@ -5,10 +5,11 @@
 # regular expression) picks runs by name. Trains each run of the list below with both and compares
 # metrics.jsonl (but for times and bytes) and the values of the last checkpoint's tensors (whatever
 # their names, and however they are cut into slices and files). Ends with "N the same, N differ" and
-# status 1 if any differs. Takes a few seconds a run; no test of the suite.
+# status 1 if any differs. Takes a few seconds a run; no test of the suite. Ranks are MPI processes,
+# and threads where both are build directories in which `ninja test/train_threads` was run.
 set -uo pipefail
 if [ "$#" -lt 2 ]; then
-  sed -n '2,9p' "$0" >&2
+  sed -n '2,10p' "$0" >&2
   exit 2
 fi
 here=$(cd "$(dirname "$0")" && pwd)
@@ -19,6 +20,7 @@ program_in() {
   if [ -d "$1" ]; then echo "$1/apps/tessera-train"; else echo "$1"; fi
 }
 old=$(program_in "$1") new=$(program_in "$2") pattern=${3:-.}
+old_threads=$1/test/train_threads new_threads=$2/test/train_threads
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 num_same=0 num_different=0
@@ -27,6 +29,17 @@ num_same=0 num_different=0
 for i in $(seq 1 3000); do
   echo "line $i: $((i * i % 9973)) tiles of $((i * 7919 % 104729)) make the floor of room $((i % 89))"
 done >"$work/text"
+
+# Tokens of a vocabulary of 40, for imported models: a shard in the .bin format of llm.c.
+python3 - "$work/tokens.bin" <<'PYTHON'
+import struct
+import sys
+
+tokens = [(i * i // 7 + i) % 40 for i in range(20000)]
+with open(sys.argv[1], "wb") as file:
+    file.write(struct.pack("<256i", 20240520, 1, len(tokens), *[0] * 253))
+    file.write(struct.pack(f"<{len(tokens)}H", *tokens))
+PYTHON
 
 cat >"$work/compare.py" <<'PYTHON'
 """compare.py OLD NEW: says what differs between two output directories, nothing if nothing does."""
@@ -85,11 +98,18 @@ PYTHON
 train() {  # program, directory, ranks, option ...
   local program=$1 dir=$2 ranks=$3
   shift 3
-  local -a all=(--model.kind llama --model.layers 4 --model.heads 4 --model.kv_heads 2
-    --model.width 32 --model.context 32 --data.text "$work/text" --train.steps 4
-    --train.micro_batch 2 --train.log_every 1 --train.eval_batches 2 --train.threads 1
-    --precision.param_dtype f32 --checkpoint.every_minutes 0 --output.dir "$dir" "$@")
-  if [ "$ranks" = 1 ]; then
+  local -a all=(--train.steps 4 --train.micro_batch 2 --train.log_every 1 --train.eval_batches 2
+    --train.threads 1 --precision.param_dtype f32 --checkpoint.every_minutes 0 --output.dir "$dir")
+  if [[ " $* " == *" --model.from "* ]]; then
+    all+=(--data.tokens "$work/tokens.bin")
+  else
+    all+=(--model.kind llama --model.layers 4 --model.heads 4 --model.kv_heads 2 --model.width 32
+      --model.context 32 --data.text "$work/text")
+  fi
+  all+=("$@")
+  if [ "$(basename "$program")" = train_threads ]; then
+    "$program" "$ranks" "${all[@]}" >"$dir.log" 2>&1
+  elif [ "$ranks" = 1 ]; then
     "$program" "${all[@]}" >"$dir.log" 2>&1
   else
     run_mpi "$ranks" "$program" "${all[@]}" >"$dir.log" 2>&1
@@ -118,6 +138,15 @@ run() {  # name, ranks, option ...
   done
   [ -n "$what" ] || what=$(python3 "$work/compare.py" "$work/$name.old" "$work/$name.new" 2>&1)
   report "$name" "$what"
+}
+
+run_threads() {  # the same on ranks that are threads
+  local old=$old_threads new=$new_threads
+  if [ -x "$old" ] && [ -x "$new" ]; then
+    run "$@"
+  elif grep -qE -- "$pattern" <<<"$1"; then
+    echo "not run $1: no test/train_threads in both builds"
+  fi
 }
 
 accumulate="--train.grad_accum_steps 3"
@@ -179,6 +208,18 @@ gpt2="--model.kind gpt2 --model.kv_heads 0"
   run checksums 4 --guard.state_checksum true --guard.replica_every 1 --fsdp.strategy hybrid_shard \
     --fsdp.shard_size 2
   run clip_inf 2 --optim.clip 0.05 --optim.clip_p inf
+  # imported models
+  run import_llama 2 --model.from "$here/golden/hf/llama2"
+  run import_gpt2_one_rank 1 --model.from "$here/golden/hf/gpt2"
+  run import_qwen3_bf16 4 $bf16 --model.from "$here/golden/hf/qwen3" --fsdp.strategy shard_grad_op
+  # ranks that are threads
+  run_threads threads_one_rank 1
+  run_threads threads_full_shard 3
+  run_threads threads_hybrid 4 $accumulate --fsdp.strategy hybrid_shard --fsdp.shard_size 2
+  run_threads threads_shard_optim_bf16 2 $bf16 --fsdp.strategy shard_optim
+  run_threads threads_offload_recompute 2 --fsdp.offload params_and_optimizer \
+    --recompute.policy full
+  run_threads threads_reproducible 4 --train.reproducible true --train.global_batch 16
 }
 
 # A new build goes on from what an old one has saved, on another number of ranks.
