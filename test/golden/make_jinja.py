@@ -66,6 +66,7 @@ a  {%- if true %}  b  {%- endif %}  c
 {% set ns = namespace({'a': 1}, b=2) %}{% set ns.a, ns.b = 5, 6 %}{{ ns.a }}{{ ns.b }}
 {% set ns = namespace() %}{% set ns._a = 1 %}
 {{ namespace(_a=1) }}
+{% set ns = namespace(a=1) %}{% set ns.b = [ns] %}{{ ns }}
 {% set d.x = 1 %}
 {% set q.x = 1 %}
 {% set t %}a{{ n }}b{% endset %}{{ t }}{{ t|length }}
@@ -87,6 +88,8 @@ a  {%- if true %}  b  {%- endif %}  c
 {% macro m() %}x{% endmacro %}{% call m() %}{% endcall %}
 {% macro outer() %}{% macro inner() %}{{ n }}{% endmacro %}{{ inner() }}{{ inner }}{% endmacro %}{{ outer() }}{{ outer }}
 {% filter upper %}abc {{ messages[0].role }}{% endfilter %}{% filter replace('a', n) %}banana{% endfilter %}
+{% filter length %}abc{% endfilter %}
+{% call range(3) %}{% endcall %}
 {% with a = 1, b = 2 %}{{ a }}{{ b }}{% set a = 3 %}{{ a }}{% endwith %}{{ a }}
 {% set a = 9 %}{% with a = 1, b = a %}{{ a }}{{ b }}{% endwith %}{{ a }}
 {% print 1, 'a', n %}
@@ -244,7 +247,7 @@ a  {%- if true %}  b  {%- endif %}  c
 {{ 'a' | abs }}
 {{ 5 | string }}{{ none | string }}{{ 1.0 | string | length }}{{ [1] | string }}{{ missing | string }}|
 {{ '<a>' | escape }}{{ '<a>' | e | e }}{{ '<a>' | safe }}{{ ('<a>' | safe) + '<b>' }}{{ '<b>' + ('<a>' | safe) }}{{ '<a>' | forceescape }}{{ ['<a>' | safe] }}{{ ('<a>' | safe) ~ '<b>' }}{{ ('<a>' | safe) is escaped }}{{ ('<a>' | safe | upper) + '<' }}{{ ('x' | safe) == 'x' }}
-{{ 'hello world' | truncate(8) }}{{ 'hello world foo' | truncate(9) }}{{ 'hello world foo' | truncate(9, true) }}{{ 'hello world' | truncate(5, end='!', leeway=0) }}{{ 'hi' | truncate(5) }}{{ 'ab cd' | center(11) }}|{{ 'one two-three _x' | wordcount }}
+{{ [1, 2] | truncate(5) }}{{ missing | truncate }}{{ missing.__class__ }}{{ 'hello world' | truncate(8) }}{{ 'hello world foo' | truncate(9) }}{{ 'hello world foo' | truncate(9, true) }}{{ 'hello world' | truncate(5, end='!', leeway=0) }}{{ 'hi' | truncate(5) }}{{ 'ab cd' | center(11) }}|{{ 'one two-three _x' | wordcount }}
 {{ 'a b/c?&\u00e9' | urlencode }}{{ {'a b': 'c&', 'd': 1} | urlencode }}{{ 1 | filesizeformat }}{{ 999 | filesizeformat }}{{ 12345 | filesizeformat }}{{ 12345 | filesizeformat(true) }}{{ {'a': '<', 'b': none} | xmlattr }}
 {{ d | attr('b') }}{{ d | attr('keys') is defined }}{{ s | attr('upper') is defined }}
 {{ n | nothing }}

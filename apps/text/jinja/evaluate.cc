@@ -379,7 +379,15 @@ void Interpreter::run_call_block(const Stmt& node, const ScopePtr& scope) {
   Args args;
   add_arguments(args, *to.call, scope);
   args.keyword.emplace_back("caller", caller);
-  out_->write(call(*this, function, std::move(args)));
+  write_string(call(*this, function, std::move(args)));
+}
+
+/// What a block gives is written as it is, and has to be a string.
+void Interpreter::write_string(const Value& value) {
+  if (!value.is_string()) {
+    fail("a block gives {}, expected str", type_name(value));
+  }
+  out_->write(value);
 }
 
 void Interpreter::run_generation(const Stmt& node, const ScopePtr& scope) {
@@ -409,7 +417,7 @@ Interpreter::Flow Interpreter::run_capture(const Stmt& node, const ScopePtr& sco
     text = std::move(filtered);
   }
   if (node.kind == StmtKind::kFilterBlock) {
-    out_->write(text);
+    write_string(text);
   } else {
     check_namespaces(*node.target, scope);
     assign(*node.target, text, scope);

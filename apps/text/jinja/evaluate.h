@@ -68,6 +68,7 @@ class Interpreter {
   void run_set(const Stmt& node, const ScopePtr& scope);
   void run_call_block(const Stmt& node, const ScopePtr& scope);
   void run_generation(const Stmt& node, const ScopePtr& scope);
+  void write_string(const Value& value);
   Flow run_capture(const Stmt& node, const ScopePtr& scope);
   Flow run_with(const Stmt& node, const ScopePtr& scope);
   Value make_macro(const Stmt& node, const ScopePtr& scope);

@@ -192,8 +192,8 @@ Value truncate(Interpreter&, const Args& args) {
   const auto end_length = static_cast<int64_t>(count_chars(end));
   if (max < end_length) fail("expected length >= {}, got {}", end_length, max);
   if (leeway < 0) fail("expected leeway >= 0, got {}", leeway);
+  if (length(value) <= max + leeway) return value;  // whatever has a length
   const std::string& text = to_text(value, "truncate");
-  if (length(value) <= max + leeway) return value;
   std::string kept = text.substr(
       0, byte_of_char(text, static_cast<size_t>(max - end_length), value.string().is_ascii()));
   if (!kills_words && kept.rfind(' ') != std::string::npos) kept.resize(kept.rfind(' '));

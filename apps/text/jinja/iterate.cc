@@ -212,11 +212,11 @@ bool is_internal_name(std::string_view name) {
 
 /// getattr() of Python; missing if there is no such attribute.
 Value python_attribute(const Value& object, std::string_view name) {
-  if (object.is_undefined()) throw TemplateError(object.as<UndefinedObject>().message);
   if (is_internal_name(name) && !object.is(Kind::kNamespace)) {
     return Value::undefined(
         fmt::format("access to attribute '{}' of '{}' object is unsafe.", name, type_name(object)));
   }
+  if (object.is_undefined()) throw TemplateError(object.as<UndefinedObject>().message);
   if (object.is(Kind::kNamespace)) {
     const Value* value = object.as<NamespaceObject>().find(name);
     return value == nullptr ? Value() : *value;

@@ -72,7 +72,17 @@ void append_range(std::string& out, const RangeObject& range) {
   out += range.step == 1 ? ")" : fmt::format(", {})", range.step);
 }
 
+/// A namespace may hold itself: inside of itself it is only named.
 void append_namespace(std::string& out, const NamespaceObject& space) {
+  thread_local std::vector<const NamespaceObject*> shown;
+  if (std::find(shown.begin(), shown.end(), &space) != shown.end()) {
+    out += "<Namespace {...}>";
+    return;
+  }
+  shown.push_back(&space);
+  struct Pop {
+    ~Pop() { shown.pop_back(); }
+  } pop;
   out += "<Namespace {";
   bool is_first = true;
   for (const auto& [name, value] : space.attributes) {
@@ -137,7 +147,7 @@ std::string repr_of_string(std::string_view text) {
 
 void append_repr(std::string& out, const Value& value) {
   check_growth(out);
-  std::optional<Level> level;  // a namespace may hold itself
+  std::optional<Level> level;  // namespaces lie in one another without end
   if (Meter* meter = Meter::current()) level.emplace(*meter);
   switch (value.kind()) {
     case Kind::kMissing:

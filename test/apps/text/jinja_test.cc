@@ -191,7 +191,8 @@ TEST_CASE("jinja: hostile templates end in one line and within their memory", "[
       {"{{ x" + repeated("|upper", 10000) + " }}", "has more than 190 operators in a row"},
       {"{{ [" + repeated("1,", 120000) + "] }}", "has more than 100000 expressions"},
       {repeated("x", 300000), "has 300000 bytes, expected at most 262144"},
-      {"{% set ns = namespace() %}{% set ns.self = ns %}{% set ns.f = cycler(ns) %}{{ ns.self.self }}",
+      {"{% set ns = namespace() %}{% for i in range(9999) %}{% set n = namespace(p=ns.p) %}"
+       "{% set ns.p = n %}{% endfor %}{{ ns }}",
        depth},
       {"{% macro f() %}{{ f }}{% endmacro %}{% set ns = namespace(m=f) %}{% set ns.ns = ns %}"
        "{{ 'a' * 1000000000 }}",
