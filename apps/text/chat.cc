@@ -278,32 +278,4 @@ ChatTemplate load_chat_template(const std::string& dir, jinja::RenderOptions opt
   return {source->text(), config_path + ": chat_template", all, std::move(options)};
 }
 
-TokenizedChat tokenize(const RenderedChat& chat, const EncodeWithOffsets& encode) {
-  TokenizedChat result;
-  std::vector<Span> offsets;
-  encode(chat.text, result.ids, offsets);
-  if (offsets.size() != result.ids.size()) {
-    throw InternalError(
-        fmt::format("tokenize: {} offsets of {} ids", offsets.size(), result.ids.size()));
-  }
-  result.is_trained.assign(result.ids.size(), 0);
-  size_t first = 0;
-  for (const Span& span : chat.trained) {
-    while (first < offsets.size() && offsets[first].end <= span.begin) ++first;
-    size_t end = first;
-    for (size_t i = first; i < offsets.size() && offsets[i].begin < span.end; ++i) {
-      if (offsets[i].end > span.begin) end = i + 1;
-    }
-    if (end == first) {
-      throw InputError(
-          fmt::format("bytes {} to {} of a conversation are to be learned, but no token has any "
-                      "of them",
-                      span.begin, span.end));
-    }
-    std::fill(result.is_trained.begin() + static_cast<int64_t>(first),
-              result.is_trained.begin() + static_cast<int64_t>(end), uint8_t{1});
-  }
-  return result;
-}
-
 }  // namespace tessera::text

@@ -113,9 +113,19 @@ class ChatTemplate {
 /// Errors   InputError that names the file, also where there is no template
 ChatTemplate load_chat_template(const std::string& dir, jinja::RenderOptions options = {});
 
+/// The conversation for a terminal: what is learned in green, what is not dimmed, control characters
+/// escaped but for line breaks. Without colour [[what is learned]] stands in brackets.
+std::string show(const RenderedChat& chat, bool has_colour);
+
 /// The ids of a text and the bytes [begin, end) that each is of.
 using EncodeWithOffsets = std::function<void(std::string_view text, std::vector<int32_t>& ids,
                                              std::vector<jinja::Span>& offsets)>;
+
+/// The offsets of a tokenizer that has none: `decode` gives the bytes of one id, and a text is its
+/// ids' bytes one behind the other, but for spaces that a token is written without.
+/// Errors   InputError at the first byte that no id accounts for: the tokenizer changes the text
+EncodeWithOffsets with_offsets(std::function<std::vector<int32_t>(std::string_view text)> encode,
+                               std::function<std::string(int32_t id)> decode);
 
 struct TokenizedChat {
   std::vector<int32_t> ids;

@@ -290,6 +290,61 @@ TEST_CASE("chat: tokens are trained that have a byte that is", "[chat]") {
         "bytes 12 to 19 of a conversation are to be learned, but no token has any of them");
 }
 
+TEST_CASE("chat: offsets come from the bytes of the ids", "[chat]") {
+  const std::map<int32_t, std::string> pieces = {
+      {1, "<s>"}, {2, "</s>"}, {3, "Hi"}, {4, "\xc3"}, {5, "\xa9 you"}, {6, "you"}, {7, ""}};
+  const auto offsets_of = [&](const std::string& text, std::vector<int32_t> of) {
+    std::vector<int32_t> ids;
+    std::vector<Span> offsets;
+    with_offsets([&](std::string_view) { return of; }, [&](int32_t id) { return pieces.at(id); })(
+        text, ids, offsets);
+    CHECK(ids == of);
+    return offsets;
+  };
+  // Half a character each, and a token that is written with its space.
+  CHECK(offsets_of("<s>Hi\xc3\xa9 you</s>", {1, 3, 4, 5, 2}) ==
+        std::vector<Span>{{0, 3}, {3, 5}, {5, 6}, {6, 11}, {11, 15}});
+  // Without: the space belongs to the word behind it, or to a token that is nothing but one.
+  CHECK(offsets_of("Hi  you ", {3, 7, 6}) == std::vector<Span>{{0, 2}, {2, 2}, {2, 8}});
+  CHECK(error_of([&] {
+          offsets_of("hi you", {3, 6});
+        }) ==
+        "id 3 at place 0 is Hi, expected hi you from byte 0 on: the tokenizer changes the text, so "
+        "what is to be learned cannot be found in it");
+  CHECK(error_of([&] { offsets_of("Hi you</s>", {3, 6}); }) == "</s> from byte 6 on has no ids");
+}
+
+TEST_CASE("chat: the end of turn is learned where it is the padding token as well", "[chat]") {
+  // One id a byte, the end of turn one of its own, which is also what pads.
+  const ChatTemplate chat = template_of(
+      "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}"
+      "{% endfor %}",
+      R"({"eos_token": "</s>", "pad_token": "</s>"})");
+  const RenderedChat rendered =
+      chat.render(conversation_of(R"({"prompt": "ab", "completion": "c"})"), TrainOn::kAssistant);
+  constexpr int32_t kEnd = 1000;
+  const auto encode = with_offsets(
+      [](std::string_view text) {
+        std::vector<int32_t> ids;
+        for (size_t i = 0; i < text.size(); ++i) {
+          const bool is_end = text.substr(i).starts_with("</s>");
+          ids.push_back(is_end ? kEnd : text[i]);
+          if (is_end) i += 3;
+        }
+        return ids;
+      },
+      [](int32_t id) { return id == kEnd ? "</s>" : std::string(1, static_cast<char>(id)); });
+  const TokenizedChat tokens = tokenize(rendered, encode);
+  CHECK(tokens.ids == std::vector<int32_t>{'a', 'b', 'c', kEnd});
+  CHECK(tokens.is_trained == std::vector<uint8_t>{0, 0, 1, 1});
+}
+
+TEST_CASE("chat: a terminal shows what is learned and what is not", "[chat]") {
+  const RenderedChat chat = {"user: a\x1b\nbot: b</s>\n", {{14, 20}}};
+  CHECK(show(chat, false) == "user: a\\x1b\nbot: [[b</s>\n]]");
+  CHECK(show(chat, true) == "\x1b[2muser: a\\x1b\nbot: \x1b[0m\x1b[32mb</s>\n\x1b[0m");
+}
+
 TEST_CASE("chat: a model's directory gives its template and special tokens", "[chat]") {
   const testing::TempDir dir;
   const Conversation chat = conversation_of(R"({"prompt": "a", "completion": "b"})");
