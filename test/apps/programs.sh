@@ -36,6 +36,10 @@ for program in "$@"; do
       expect 2 "^error: command line: exprot, expected one of .* \(nearest: export\)" "$program" exprot
       expect 0 "^ *--max-file-bytes " "$program" --help
       ;;
+    tessera-tokenize)
+      expect 2 "^error: command line: encod, expected one of .* \(nearest: encode\)" "$program" encod
+      expect 0 "^ *--shard-tokens " "$program" encode --help
+      ;;
     tessera-bench-collectives)
       expect 0 "one rank: nothing travels, so no collective is measured; expected mpirun -n N" \
         "$program" --max=1K --runs=1
