@@ -142,7 +142,7 @@ bool is_same_place(const std::string& a, const std::string& b) {
 /// Files of the model that training began with which say how it is used: its tokenizer's, and what
 /// its generation_config.json says beside the ids.
 std::map<std::string, std::string> files_of_source(const std::string& source,
-                                                   const dist::HfTokenIds& ids) {
+                                                   const nn::HfTokenIds& ids) {
   constexpr const char* kConfig = "config.json";
   constexpr const char* kGeneration = "generation_config.json";
   std::map<std::string, std::string> files;
@@ -162,10 +162,10 @@ std::map<std::string, std::string> files_of_source(const std::string& source,
   }
   if (const auto text = read(kGeneration)) {
     const auto config = read(kConfig);
-    const dist::HfTokenIds theirs =
-        config ? dist::parse_hf_token_ids(source + "/" + kConfig, *config) : dist::HfTokenIds{};
+    const nn::HfTokenIds theirs =
+        config ? nn::parse_hf_token_ids(source + "/" + kConfig, *config) : nn::HfTokenIds{};
     const bool changes = theirs.bos != ids.bos || theirs.eos != ids.eos || theirs.pad != ids.pad;
-    files[kGeneration] = dist::hf_generation_json(ids, changes, source + "/" + kGeneration, *text);
+    files[kGeneration] = nn::hf_generation_json(ids, changes, source + "/" + kGeneration, *text);
   }
   if (files.empty()) {
     log_warning("{}: no tokenizer there, expected that of model.source: the export has none",
@@ -197,7 +197,7 @@ void export_hf(const ModelState& state, const std::string& target, const ExportO
   } else if (!config.model.source.empty()) {
     hf.files = files_of_source(config.model.source, hf.token_ids);
   }
-  dist::HfWriter writer(target, dist::hf_config_of(*model), hf);
+  dist::HfWriter writer(target, nn::hf_config_of(*model), hf);
   std::vector<float> values;
   for (const std::string& name : state.names()) {
     values.resize(static_cast<size_t>(state.shape_of(name).numel()));

@@ -5,10 +5,10 @@
 #include <algorithm>
 #include <charconv>
 #include <cmath>
+#include <utility>
 
 #include "apps/config_table.h"
 #include "core/text.h"
-#include "kernels/attention/kernel.h"
 #include "kernels/reduce/reduce.h"
 
 namespace tessera::apps {
@@ -37,23 +37,34 @@ void check_ids(const Config& config) {
   }
 }
 
-/// Positions and width of a head, after the checks of what its width depends on.
-void check_head(const Config& config) {
+/// Settings of other families keep their defaults where it matters.
+void check_other_families(const Config& config) {
   const ModelConfig& m = config.model;
-  const char* key = m.head_width == 0 ? "model.width" : "model.head_width";
-  const int64_t head_width = m.head_width == 0 ? m.width / m.heads : m.head_width;
-  if (m.kind == "llama" && head_width % 2 != 0) {
-    fail_at(config, key, "head width {}, expected an even one (rotary positions)", head_width);
-  }
-  const bool needs_order = m.kind == "llama" && m.rope.scaling == RopeScaling::kLlama3;
-  if (needs_order && m.rope.low_freq_factor >= m.rope.high_freq_factor) {
-    fail_at(config, "model.rope_low_freq_factor",
-            "model.rope_low_freq_factor = {}, expected less than model.rope_high_freq_factor = {}",
-            m.rope.low_freq_factor, m.rope.high_freq_factor);
-  }
-  if (head_width > kernels::kMaxAttentionWidth) {
-    fail_at(config, key, "head width {}, expected at most {}", head_width,
-            kernels::kMaxAttentionWidth);
+  Config copy = config, plain;
+  const auto fields = config_fields(copy), defaults = config_fields(plain);
+  const std::vector<std::string_view>& refused = m.selected().family().refused;
+  const auto value_of = [&](std::string_view key) {
+    const auto at = std::find_if(fields.begin(), fields.end(),
+                                 [&](const Field& field) { return field.key == key; });
+    return std::get<int64_t>(at->get());
+  };
+  for (size_t i = 0; i < fields.size(); ++i) {
+    const Field& field = fields[i];
+    if (field.is_of_model || field.get() == defaults[i].get()) continue;
+    const std::string_view name = field.key.substr(field.key.find('.') + 1);
+    const bool is_refused = std::find(refused.begin(), refused.end(), name) != refused.end();
+    if (!field.is_essential && !is_refused) continue;
+    // What a model without the setting has.
+    std::string expected = defaults[i].value_text();
+    if (name == "kv_heads") {
+      if (field.get() == SettingValue(value_of("model.heads"))) continue;
+      expected = fmt::format("model.heads = {}", value_of("model.heads"));
+    } else if (name == "ffn") {
+      if (field.get() == SettingValue(4 * value_of("model.width"))) continue;
+      expected = "0 or 4 x model.width";
+    }
+    fail_at(config, field.key, "{} = {}, expected {} for kind {}", field.key, field.value_text(),
+            expected, m.kind);
   }
 }
 
@@ -71,41 +82,16 @@ void check_model(const Config& config) {
             "model.max_positions = {}, expected 0 or at least model.context = {}", m.max_positions,
             m.context);
   }
-  if (m.head_width == 0 && m.width % m.heads != 0) {
-    fail_at(config, "model.width", "model.width = {}, expected a multiple of model.heads = {}",
-            m.width, m.heads);
-  }
-  if (m.kv_heads != 0 && m.heads % m.kv_heads != 0) {
-    fail_at(config, "model.kv_heads", "model.kv_heads = {}, expected a divisor of model.heads = {}",
-            m.kv_heads, m.heads);
-  }
-  if (m.kind != "llama") {
-    if (m.kv_heads != 0 && m.kv_heads != m.heads) {
-      fail_at(config, "model.kv_heads",
-              "model.kv_heads = {}, expected model.heads = {} for kind {}", m.kv_heads, m.heads,
-              m.kind);
+  check_other_families(config);
+  m.selected().check([&](std::string_view name, const std::string& expected) {
+    const std::string key = fmt::format("model.{}", name);
+    Config copy = config;
+    for (const Field& field : config_fields(copy)) {
+      if (field.key != key) continue;
+      fail_at(config, key, "{} = {}, expected {}", key, field.value_text(), expected);
     }
-    if (m.head_width != 0) {
-      fail_at(config, "model.head_width", "model.head_width = {}, expected 0 for kind {}",
-              m.head_width, m.kind);
-    }
-    if (m.qk_norm || m.qkv_bias) {
-      fail_at(config, m.qk_norm ? "model.qk_norm" : "model.qkv_bias",
-              "model.{} = true, expected false for kind {}", m.qk_norm ? "qk_norm" : "qkv_bias",
-              m.kind);
-    }
-    if (m.kind == "bloom" && (m.ffn != 0 && m.ffn != 4 * m.width)) {
-      fail_at(config, "model.ffn", "model.ffn = {}, expected 0 or 4 x model.width for kind bloom",
-              m.ffn);
-    }
-    if (m.kind == "bloom" && (!m.bias || m.gelu != Gelu::kTanh)) {
-      fail_at(config, m.bias ? "model.gelu" : "model.bias",
-              "model.bias and model.gelu other than true and tanh, which kind bloom has");
-    }
-  } else if (m.dropout != 0) {
-    fail_at(config, "model.dropout", "model.dropout = {}, expected 0 for kind llama", m.dropout);
-  }
-  check_head(config);
+    throw InternalError(fmt::format("{}: no such setting", key));
+  });
 }
 
 void check_data(const Config& config) {
@@ -177,6 +163,29 @@ void check_schedule(const Config& config) {
 }
 
 }  // namespace
+
+ModelConfig::ModelConfig() : kind(nn::families().front()->name) {
+  for (const nn::Family* family : nn::families()) {
+    families.push_back(family->defaults());
+    for (const auto& [key, value] : {std::pair<std::string_view, SettingValue>{"layers", 4},
+                                     {"heads", 4},
+                                     {"width", 128},
+                                     {"tied", true}}) {
+      families.back().set(key, value);
+    }
+  }
+}
+
+const nn::FamilyConfig& ModelConfig::selected() const {
+  for (const nn::FamilyConfig& config : families) {
+    if (config.family().name == kind) return config;
+  }
+  throw InternalError(fmt::format("model.kind = {}: no such family", kind));
+}
+
+nn::FamilyConfig& ModelConfig::selected() {
+  return const_cast<nn::FamilyConfig&>(std::as_const(*this).selected());
+}
 
 dist::LossScaling loss_scaling(const PrecisionConfig& config) {
   const bool needs_scale = config.param_dtype == kF16;

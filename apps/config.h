@@ -15,8 +15,7 @@
 #include "dist/fsdp/fully_shard.h"
 #include "dist/fsdp/scaler.h"
 #include "dist/fsdp/state_guard.h"
-#include "kernels/elementwise/elementwise.h"
-#include "kernels/rope/rope.h"
+#include "nn/family.h"
 #include "nn/generate.h"
 #include "nn/transformer.h"
 #include "optim/adamw.h"
@@ -36,16 +35,17 @@ struct ModelConfig {
   std::string from;         ///< a model of transformers; the other keys are then its
   std::string source;       ///< where that was; goes into checkpoints
   std::string ignore_keys;  ///< of its config.json
-  std::string kind = "llama";
-  int64_t layers = 4, heads = 4, kv_heads = 0, head_width = 0, width = 128, ffn = 0;
+  std::string kind;         ///< name of a family
   int64_t context = 64, max_positions = 0, vocab = 0;
-  Gelu gelu = Gelu::kTanh;
-  bool tied = true, bias = true, qkv_bias = false, qk_norm = false;
-  RopeOptions rope;
-  float norm_eps = 1e-5f;
-  double dropout = 0;
   std::string bos_ids, eos_ids, pad_ids;
   std::string frozen;  ///< patterns of parameters that stay as they are
+  /// One of each family, in the order of nn::families: the other keys are their settings.
+  std::vector<nn::FamilyConfig> families;
+
+  /// Of the first family, with small sizes.
+  ModelConfig();
+  nn::FamilyConfig& selected();  ///< that of `kind`
+  const nn::FamilyConfig& selected() const;
 };
 
 enum class ValSplit : unsigned char {

@@ -1,6 +1,11 @@
 #include "apps/config_table.h"
 
+#include <fmt/ranges.h>
+
+#include <algorithm>
 #include <array>
+#include <mutex>
+#include <set>
 
 #include "core/runtime/allocator.h"
 
@@ -8,7 +13,6 @@ namespace tessera::apps {
 namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
-constexpr Range kF32Positive{1e-30, 1e30};  // becomes an f32, neither 0 nor infinity
 
 /// Bytes as "2GiB", with the largest unit that divides them; 0 as "none".
 std::string nbytes_text(int64_t nbytes) {
@@ -43,10 +47,75 @@ void add_general(ConfigTable& t, Config& c) {
         "device that computes; auto: cuda if there is one, else cpu");
 }
 
+/// Text that outlives every table, each once.
+std::string_view kept(const std::string& text) {
+  static std::mutex mutex;
+  static std::set<std::string> all;
+  const std::lock_guard lock(mutex);
+  return *all.insert(text).first;
+}
+
+/// The settings of all families. One that several have is one key: it has the value of the selected
+/// family if that has it, and sets all of them.
+void add_families(ConfigTable& t, ModelConfig& m) {
+  struct Shared {
+    std::vector<const nn::Family*> families;
+    std::vector<nn::ModelSetting> rows;
+  };
+  std::vector<std::pair<std::string_view, Shared>> keys;
+  for (nn::FamilyConfig& config : m.families) {
+    const nn::ModelSettings settings = config.settings();
+    for (const nn::ModelSetting& row : settings.rows()) {
+      auto at = std::find_if(keys.begin(), keys.end(),
+                             [&](const auto& entry) { return entry.first == row.key; });
+      if (at == keys.end()) at = keys.insert(keys.end(), {row.key, {}});
+      at->second.families.push_back(&config.family());
+      at->second.rows.push_back(row);
+    }
+  }
+  for (const auto& [key, shared] : keys) {
+    std::vector<std::string_view> names;
+    for (const nn::Family* family : shared.families) names.push_back(family->name);
+    const std::string all = fmt::format("{}", fmt::join(names, ", "));
+    const bool is_everywhere = names.size() == m.families.size();
+    const auto selected = [&m, families = shared.families]() -> size_t {
+      for (size_t i = 0; i < families.size(); ++i) {
+        if (families[i]->name == m.kind) return i;
+      }
+      return families.size();
+    };
+    const size_t own = selected();
+    const bool is_own = own < names.size();
+    const nn::ModelSetting& row = shared.rows[is_own ? own : 0];
+    Field field;
+    static_cast<Setting&>(field) = row;
+    field.key = kept(fmt::format("model.{}", key));
+    field.doc = is_everywhere ? row.doc : kept(fmt::format("{}: {}", all, row.doc));
+    field.get = [selected, rows = shared.rows] {
+      const size_t at = selected();
+      return rows[at < rows.size() ? at : 0].get();
+    };
+    field.assign = [rows = shared.rows](const SettingValue& value) {
+      for (const nn::ModelSetting& each : rows) each.assign(value);
+    };
+    field.other_names = row.other_names;
+    field.is_essential = row.is_essential;
+    field.is_of_model = is_own;
+    if (row.may_change) field.resume = ResumeKind::kSchedule;
+    if (!row.is_essential || !row.condition.empty()) {
+      std::string condition;
+      if (!is_everywhere) condition = fmt::format("model.kind = {}", fmt::join(names, " or "));
+      if (!row.condition.empty()) {
+        condition += fmt::format("{}model.{}", condition.empty() ? "" : " and ", row.condition);
+      }
+      field.needs(is_own && row.has_effect, kept(condition));
+    }
+    t.rows().push_back(std::move(field));
+  }
+}
+
 void add_model(ConfigTable& t, Config& c) {
   ModelConfig& m = c.model;
-  const bool is_llama = m.kind == "llama";
-  const bool is_llama3 = is_llama && m.rope.scaling == RopeScaling::kLlama3;
   t.add("model.from", m.from,
         "fine-tune: directory with config.json and model.safetensors of Hugging Face's "
         "transformers, which sets all model keys (model.context may be shorter)")
@@ -63,64 +132,21 @@ void add_model(ConfigTable& t, Config& c) {
   t.add("model.frozen", m.frozen,
         "parameters that are not trained, such as \"embed.*,blocks.0.*\": names, * for any "
         "characters, separated by commas");
-  t.add("model.kind", m.kind, {"gpt2", "llama", "bloom"}, "model architecture");
-  t.add("model.layers", m.layers, {1, 10000}, "number of transformer blocks")
-      .also("num_hidden_layers n_layer");
-  t.add("model.heads", m.heads, {1, 4096}, "attention heads of a block")
-      .also("num_attention_heads n_head");
-  t.add("model.kv_heads", m.kv_heads, {0, 4096},
-        "key/value heads of a block (grouped-query attention); 0: as many as model.heads")
-      .also("num_key_value_heads");
-  t.add("model.head_width", m.head_width, {0, 65536},
-        "llama: width of an attention head; 0: model.width / model.heads")
-      .also("head_dim");
-  t.add("model.width", m.width, {1, 1048576}, "width of the hidden states")
-      .also("hidden_size dim n_embd");
-  t.add("model.ffn", m.ffn, {0, 16777216},
-        "hidden width of the MLP; 0: 4 x model.width (gpt2, bloom), 8/3 x model.width rounded "
-        "up to a multiple of 64 (llama)")
-      .also("intermediate_size");
+  std::vector<std::string_view> kinds;
+  for (const nn::Family* family : nn::families()) kinds.push_back(family->name);
+  t.add("model.kind", m.kind, kinds, "model architecture");
+  add_families(t, m);
   t.add("model.context", m.context, {1, 16777216},
         "sequence length of a training sample, in tokens")
       .also("max_seq_length seq_len block_size")
       .field("sequence");
   t.add("model.max_positions", m.max_positions, {0, 16777216},
-        "positions that the model can tell apart (position embeddings of gpt2, the limit in "
-        "exports); 0: model.context; set by model.from")
+        "positions that the model can tell apart (its position embeddings, the limit in exports); "
+        "0: model.context; set by model.from")
       .on_resume(ResumeKind::kFree)
       .also("max_position_embeddings");
   t.add("model.vocab", m.vocab, {0, 2147483647}, "vocabulary size; 0: that of the tokenizer")
       .also("vocab_size");
-  t.add("model.tied", m.tied, "output head shares the weight of the token embedding")
-      .also("tie_word_embeddings weight_tying");
-  t.add("model.bias", m.bias, "gpt2: biases in linear and norm layers")
-      .needs(!is_llama, "model.kind = gpt2");
-  t.add("model.qkv_bias", m.qkv_bias,
-        "llama: biases of the query, key and value projections (Qwen2)");
-  t.add("model.qk_norm", m.qk_norm, "llama: RMS norms of queries and keys (Qwen3)");
-  t.add("model.gelu", m.gelu, "gpt2: tanh approximation of GELU, or the exact function")
-      .needs(!is_llama, "model.kind = gpt2");
-  t.add("model.rope_theta", m.rope.theta, kF32Positive,
-        "llama: base of the rotary position frequencies")
-      .needs(is_llama, "model.kind = llama");
-  t.add("model.rope_scaling", m.rope.scaling,
-        "llama: scaling of the rotary frequencies for a longer context")
-      .needs(is_llama, "model.kind = llama");
-  t.add("model.rope_factor", m.rope.factor, kF32Positive,
-        "rope_scaling linear, llama3: factor by which rotary frequencies are divided")
-      .needs(is_llama && m.rope.scaling != RopeScaling::kNone,
-             "model.kind = llama and model.rope_scaling = linear or llama3");
-  t.add("model.rope_low_freq_factor", m.rope.low_freq_factor, kF32Positive,
-        "rope_scaling llama3: low_freq_factor of transformers' config.json")
-      .needs(is_llama3, "model.kind = llama and model.rope_scaling = llama3");
-  t.add("model.rope_high_freq_factor", m.rope.high_freq_factor, kF32Positive,
-        "rope_scaling llama3: high_freq_factor of transformers' config.json")
-      .needs(is_llama3, "model.kind = llama and model.rope_scaling = llama3");
-  t.add("model.rope_original_context", m.rope.original_max_position, at_least(1),
-        "rope_scaling llama3: context length before scaling, in tokens")
-      .needs(is_llama3, "model.kind = llama and model.rope_scaling = llama3");
-  t.add("model.norm_eps", m.norm_eps, kF32Positive, "epsilon of LayerNorm and RMSNorm")
-      .also("rms_norm_eps");
   t.add("model.bos_ids", m.bos_ids,
         "token ids that begin a text, such as 1 or 1,7, for config.json of exports; set by "
         "model.from")
@@ -132,8 +158,6 @@ void add_model(ConfigTable& t, Config& c) {
   t.add("model.pad_ids", m.pad_ids,
         "token ids of padding, such as 0, for config.json of exports; set by model.from")
       .on_resume(ResumeKind::kFree);
-  t.add("model.dropout", m.dropout, kFraction, "gpt2, bloom: dropout probability")
-      .on_resume(ResumeKind::kSchedule);
 }
 
 void add_data(ConfigTable& t, Config& c) {
@@ -160,7 +184,8 @@ void add_data(ConfigTable& t, Config& c) {
       .on_resume(ResumeKind::kIdentity);
   t.add("data.restart_positions", d.restart_positions, "positions restart at 0 with each document")
       .on_resume(ResumeKind::kIdentity)
-      .needs(c.model.kind != "bloom", "model.kind = llama or gpt2; ALiBi has no positions");
+      .needs(!c.model.selected().family().has_alibi,
+             "a model with positions; one with ALiBi has none");
 }
 
 void add_train(ConfigTable& t, Config& c, bool is_cuda) {
@@ -343,8 +368,8 @@ void add_precision(ConfigTable& t, Config& c) {
   t.add("precision.output_dtype", o.output_dtype, "same",
         "dtype of the model's outputs (losses stay f32); same: as computed");
   t.add("precision.buffer_dtype", o.buffer_dtype, "same",
-        "bloom: dtype to which the ALiBi slopes are rounded; same: f32")
-      .needs(c.model.kind == "bloom", "model.kind = bloom");
+        "dtype to which the slopes of ALiBi are rounded; same: f32")
+      .needs(c.model.selected().family().has_alibi, "a model with ALiBi");
   t.add("precision.cast_forward_inputs", o.cast_forward_inputs,
         "casts the floating-point inputs of a unit to param_dtype")
       .needs(is_low, "precision.param_dtype = bf16 or f16");

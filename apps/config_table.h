@@ -24,6 +24,8 @@ struct Field : Setting {
   std::optional<ResumeKind> resume = {};
   bool may_differ = false;            ///< between ranks: how one works, not what it computes
   bool is_stored = true;              ///< in `dump_config`
+  bool is_of_model = true;            ///< false: of families that are not selected
+  bool is_essential = true;           ///< then another value than the default is refused
   bool has_effect = true;             ///< with the values that the other keys have now
   std::string_view condition = {};    ///< of an effect, in words of keys; empty: it always has one
   std::string_view other_names = {};  ///< in other trainers, separated by spaces

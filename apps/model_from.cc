@@ -13,32 +13,14 @@
 namespace tessera::apps {
 namespace {
 
-void set_model(ModelConfig& m, const nn::Gpt2Config& c) {
-  m.kind = "gpt2";
-  m.vocab = c.vocab_size, m.context = c.context_length, m.layers = c.num_layers;
-  m.heads = m.kv_heads = c.num_heads, m.width = c.width, m.ffn = c.ffn_width;
-  m.bias = c.bias, m.tied = c.tied;
-  m.norm_eps = c.norm_eps;
-  m.gelu = c.gelu;
-}
-
-void set_model(ModelConfig& m, const nn::LlamaConfig& c) {
-  m.kind = "llama";
-  m.vocab = c.vocab_size, m.context = c.context_length, m.layers = c.num_layers;
-  m.heads = c.num_heads, m.kv_heads = c.num_kv_heads, m.head_width = c.head_width;
-  m.width = c.width, m.ffn = c.ffn_width;
-  m.tied = c.tied, m.qkv_bias = c.qkv_bias, m.qk_norm = c.qk_norm;
-  m.norm_eps = c.norm_eps;
-  m.rope = c.rope;
-}
-
-void set_model(ModelConfig& m, const nn::BloomConfig& c) {
-  m.kind = "bloom";
-  m.vocab = c.vocab_size, m.context = c.context_length, m.layers = c.num_layers;
-  m.heads = m.kv_heads = c.num_heads, m.width = c.width, m.ffn = 0;
-  m.bias = true, m.tied = c.tied;
-  m.gelu = Gelu::kTanh;
-  m.norm_eps = c.norm_eps;
+/// Makes `config` what was found, but for what may change in the course of a training.
+void take(nn::FamilyConfig& config, const nn::FamilyConfig& found) {
+  nn::FamilyConfig before = config;
+  config = found;
+  const nn::ModelSettings old_rows = before.settings(), rows = config.settings();
+  for (size_t i = 0; i < rows.rows().size(); ++i) {
+    if (rows.rows()[i].may_change) rows.rows()[i].assign(old_rows.rows()[i].get());
+  }
 }
 
 std::string text_of(const Field& field) {
@@ -85,7 +67,10 @@ void take_model_from(Config& config) {
   const std::string path = config.model.from + "/config.json";
   const auto [found, ids] = dist::read_hf_model(config.model.from, ignored_keys(config.model));
   Config taken = config;
-  std::visit([&](const auto& c) { set_model(taken.model, c); }, found);
+  taken.model.kind = found.family().name;
+  take(taken.model.selected(), found);
+  taken.model.vocab = found.vocab_size();
+  taken.model.context = found.context_length();
   // Nothing is computed with these: other ones may be given.
   const auto set_ids = [&](const char* key, std::string& text, const std::vector<int64_t>& values) {
     if (!config.origins.contains(key)) text = fmt::format("{}", fmt::join(values, ","));

@@ -13,7 +13,7 @@ namespace tessera::apps {
 /// one.
 /// Errors   ConfigError for a key that contradicts the file, a text without such a tokenizer, or
 ///          sizes that no model here may have; InputError for a file that cannot be used (see
-///          dist::parse_hf_config)
+///          nn::parse_hf_config)
 void take_model_from(Config& config);
 /// The names in `model.ignore_keys`.
 std::vector<std::string> ignored_keys(const ModelConfig& config);

@@ -10,29 +10,12 @@
 #include "core/glob.h"
 #include "kernels/attention/cuda/cudnn.h"
 #include "kernels/matmul/cuda/cublaslt.h"
-#include "nn/bloom.h"
-#include "nn/gpt2.h"
-#include "nn/llama.h"
 #include "optim/adamw.h"
 #include "optim/lion.h"
 #include "optim/sgd.h"
 
 namespace tessera::apps {
 namespace {
-
-/// What the configurations of all models have; of NnConfig, one of nn's.
-template <class NnConfig>
-NnConfig common_config(const ModelConfig& config, int64_t vocab_size) {
-  NnConfig c;
-  c.vocab_size = vocab_size;
-  c.context_length = std::max(config.context, config.max_positions);
-  c.num_layers = config.layers;
-  c.num_heads = config.heads;
-  c.width = config.width;
-  c.tied = config.tied;
-  c.norm_eps = config.norm_eps;
-  return c;
-}
 
 dist::WrapPolicy wrap_policy(const FsdpConfig& config) {
   switch (config.wrap) {
@@ -67,27 +50,9 @@ std::function<std::string(std::string_view)> option_keys() {
 }  // namespace
 
 std::unique_ptr<nn::LanguageModel> make_model(const ModelConfig& config, int64_t vocab_size) {
-  if (config.kind == "gpt2") {
-    auto c = common_config<nn::Gpt2Config>(config, vocab_size);
-    c.ffn_width = config.ffn;
-    c.bias = config.bias;
-    c.dropout = config.dropout;
-    c.gelu = config.gelu;
-    return std::make_unique<nn::Gpt2>(c);
-  }
-  if (config.kind == "bloom") {
-    auto c = common_config<nn::BloomConfig>(config, vocab_size);
-    c.dropout = config.dropout;
-    return std::make_unique<nn::Bloom>(c);
-  }
-  auto c = common_config<nn::LlamaConfig>(config, vocab_size);
-  c.num_kv_heads = config.kv_heads;
-  c.head_width = config.head_width;
-  c.ffn_width = config.ffn;
-  c.qkv_bias = config.qkv_bias;
-  c.qk_norm = config.qk_norm;
-  c.rope = config.rope;
-  return std::make_unique<nn::Llama>(c);
+  nn::FamilyConfig family = config.selected();
+  family.set_sizes(vocab_size, std::max(config.context, config.max_positions));
+  return family.make_model();
 }
 
 dist::LossScaleOptions loss_scale_options(const PrecisionConfig& config) {

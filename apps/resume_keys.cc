@@ -17,9 +17,12 @@ ResumeChanges compare_for_resume(const Config& there, const Config& here, int64_
     const std::string before = old_fields[i].value_text(), now = fields[i].value_text();
     if (kind == ResumeKind::kFree || before == now) continue;
     // 0 and what it stands for are the same model.
-    if (key == "model.kv_heads" && std::max(a.model.kv_heads, b.model.kv_heads) == b.model.heads &&
-        std::min(a.model.kv_heads, b.model.kv_heads) == 0) {
-      continue;
+    if (key == "model.kv_heads") {
+      const auto heads = std::find_if(fields.begin(), fields.end(), [](const Field& field) {
+        return field.key == "model.heads";
+      });
+      const auto x = std::get<int64_t>(old_fields[i].get()), y = std::get<int64_t>(fields[i].get());
+      if (std::min(x, y) == 0 && std::max(x, y) == std::get<int64_t>(heads->get())) continue;
     }
     std::string text = fmt::format("{} {} there, {} here", key, before, now);
     // What follows from other keys is as they are.

@@ -214,9 +214,9 @@ namespace {
 /// Before the model that a configuration describes takes any memory, or time beyond what is stored.
 void check_shapes(const ModelState& state, const ModelConfig& config, int64_t vocab_size) {
   const auto num_tensors = static_cast<int64_t>(state.names().size());
-  if (config.layers > num_tensors) {
+  if (config.selected().num_layers() > num_tensors) {
     throw InputError(fmt::format("{}: {} tensors, expected those of model.layers = {}",
-                                 state.path(), num_tensors, config.layers));
+                                 state.path(), num_tensors, config.selected().num_layers()));
   }
   const nn::DeferredInit deferred;
   const std::unique_ptr<nn::LanguageModel> model = make_model(config, vocab_size);

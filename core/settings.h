@@ -48,6 +48,7 @@ inline constexpr double kMaxCount = 1e12;  ///< of steps, tokens, ...: nobody co
 inline constexpr Range kAnyNumber{-std::numeric_limits<double>::infinity(),
                                   std::numeric_limits<double>::infinity()};
 inline constexpr Range kFraction{0, 1, false, true};
+inline constexpr Range kF32Positive{1e-30, 1e30};  ///< becomes an f32, neither 0 nor infinity
 inline constexpr Range kPositive{0, std::numeric_limits<double>::infinity(), true, true};
 inline constexpr Range kNotNegative{0, std::numeric_limits<double>::infinity(), false, true};
 constexpr Range at_least(double low) {

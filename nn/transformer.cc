@@ -1,27 +1,46 @@
 #include "nn/transformer.h"
 
+#include <cmath>
 #include <numeric>
 
 #include "kernels/matmul/matmul.h"
 #include "kernels/pointwise/pointwise.h"
+#include "nn/family.h"
 
 namespace tessera::nn {
 
-LmHead::LmHead(int64_t width, int64_t vocab_size, const Init& init, float softcap)
+Bias::Bias(int64_t width) : value_(register_parameter("value", {width}, Init::zeros())) {}
+
+Tensor Bias::forward(const Tensor& x) {
+  return add(x, value_);
+}
+
+LmHead::LmHead(int64_t width, int64_t vocab_size, const Init& init, float softcap, bool bias)
     : weight_(register_parameter("weight", {vocab_size, width}, init)),
       is_tied_(false),
-      softcap_(softcap) {}
+      softcap_(softcap) {
+  if (bias) add_bias();
+}
 
-LmHead::LmHead(Embedding& embedding, float softcap)
-    : weight_(tie("weight", embedding, "weight")), is_tied_(true), softcap_(softcap) {}
+LmHead::LmHead(Embedding& embedding, float softcap, bool bias)
+    : weight_(tie("weight", embedding, "weight")), is_tied_(true), softcap_(softcap) {
+  if (bias) add_bias();
+}
+
+void LmHead::add_bias() {
+  TESSERA_CHECK(softcap_ == 0, "LmHead: a bias beside a softcap of {}", softcap_);
+  bias_.emplace(this, "bias", weight_.dim(0));
+}
 
 Tensor LmHead::forward(const Tensor& hidden_BTC) {
   const Tensor logits_BTV = linear(hidden_BTC, weight_);
+  if (bias_) return bias_(logits_BTV);
   return softcap_ > 0 ? tanh(logits_BTV / softcap_) * softcap_ : logits_BTV;
 }
 
 LossSum LmHead::forward(const Tensor& hidden_BTC, const Tensor& targets_BT,
                         const LinearCrossEntropyOptions& options) {
+  if (bias_) return cross_entropy(forward(hidden_BTC), targets_BT, options.ignore_index);
   LinearCrossEntropyOptions capped = options;
   if (softcap_ > 0) capped.softcap = softcap_;
   return linear_cross_entropy(hidden_BTC, weight_, targets_BT, capped);
@@ -33,13 +52,17 @@ std::string LmHead::kind() const {
                      softcap_ > 0 ? fmt::format(", softcap {}", softcap_) : "");
 }
 
+std::unique_ptr<FamilyConfig> LanguageModel::family_config() const {
+  return nullptr;
+}
+
 LossSum LanguageModel::loss(const Tensor& ids_BT, const Tensor& targets_BT,
                             const ForwardOptions& options,
                             const LinearCrossEntropyOptions& loss_options) {
   return run(
       *this,
       [&](LanguageModel& model, const Tensor& ids, const Tensor& targets) {
-        const Tensor hidden_BTC = model.forward(ids, options);
+        const Tensor hidden_BTC = model.head_input(model.forward(ids, options));
         return model.head()(hidden_BTC, targets, loss_options);
       },
       ids_BT, targets_BT);
@@ -49,7 +72,7 @@ Tensor LanguageModel::logits(const Tensor& ids_BT, const ForwardOptions& options
   return run(
       *this,
       [&](LanguageModel& model, const Tensor& ids) {
-        Tensor hidden_BTC = model.forward(ids, options);
+        Tensor hidden_BTC = model.head_input(model.forward(ids, options));
         if (options.last_only) hidden_BTC = hidden_BTC.narrow(1, hidden_BTC.dim(1) - 1, 1);
         return model.head()(hidden_BTC);
       },
@@ -66,6 +89,13 @@ KvCache LanguageModel::make_cache(int64_t num_rows, int64_t capacity) {
     cache.layers.push_back({zeros(kv, dtype), zeros(kv, dtype)});
   }
   return cache;
+}
+
+void LanguageModel::set_recompute(const RecomputePolicy& policy) {
+  int64_t layer = 0;
+  for (const NamedModule& entry : named_modules()) {
+    if (auto* block = dynamic_cast<Block*>(entry.module)) block->set_recompute(policy.of(layer++));
+  }
 }
 
 double LanguageModel::flops_per_token(int64_t T) {
@@ -85,7 +115,7 @@ double LanguageModel::flops_per_token(int64_t T) {
     const auto inside = static_cast<double>(window);
     attention += 2 * inside - inside * inside / square - square;
   }
-  attention *= static_cast<double>(s.num_heads * s.head_width);
+  attention *= static_cast<double>(s.num_heads * s.head_width) * (s.is_causal ? 1 : 2);
   return 6.0 * (static_cast<double>(numel) + attention);
 }
 
@@ -117,6 +147,21 @@ Tensor LanguageModel::position_range(int64_t first, int64_t T) {
   return positions_;
 }
 
+Tensor LanguageModel::positions_of(const Tensor& ids_BT, const ForwardOptions& options) {
+  if (options.positions.is_defined()) return options.positions;
+  return position_range(options.cache != nullptr ? options.cache->length : 0, ids_BT.dim(1));
+}
+
+void LanguageModel::emplace_head(Child<LmHead>& head, bool tied, Embedding& embedding,
+                                 const Init& init, float softcap, bool bias) {
+  if (tied) {
+    head.emplace(this, "head", embedding, softcap, bias);
+  } else {
+    const Shape& shape = embedding.weight().shape();
+    head.emplace(this, "head", shape[1], shape[0], init, softcap, bias);
+  }
+}
+
 AttentionInput LanguageModel::attention_input(const ForwardOptions& options,
                                               const Tensor& positions, int64_t layer) {
   AttentionInput input;
@@ -140,5 +185,9 @@ void check_shape(const char* model, const ModelShape& s) {
                      field.first, field.second);
   }
 }
+
+MatrixInit::MatrixInit(double stddev, int64_t num_layers)
+    : inside(Init::normal(0, stddev)),
+      out(Init::normal(0, stddev / std::sqrt(2.0 * static_cast<double>(num_layers)))) {}
 
 }  // namespace tessera::nn

@@ -2,7 +2,7 @@
 
 #include "core/enum_names.h"
 #include "kernels/loss/loss.h"
-#include "nn/attention.h"
+#include "nn/block.h"
 #include "nn/embedding.h"
 
 // What the language models have in common: options of a forward, the cache of generation, the
@@ -23,6 +23,9 @@ void for_each_tensor(LossSum& loss, F&& f) {
 
 namespace tessera::nn {
 
+struct Family;
+class FamilyConfig;
+
 /// Keys and values of all layers; made by LanguageModel::make_cache. A forward with it appends.
 struct KvCache {
   std::vector<LayerCache> layers;
@@ -37,15 +40,10 @@ struct ForwardOptions {
   /// document a row. Not together with a cache.
   Tensor document_starts;
   KvCache* cache = nullptr;
+  /// i32 [T] or [B, T], for models with types of tokens (segments); undefined: all of type 0.
+  Tensor token_types;
   /// `logits` only: of the last position alone, [B, 1, V].
   bool last_only = false;
-};
-
-/// What a block computes again in backward instead of keeping it.
-enum class Recompute : unsigned char {
-  kNothing,
-  kCheap,  ///< outputs of norms and activations; those of attention and matrix products are kept
-  kBlock,  ///< all of it but its input
 };
 
 /// Which blocks run again in backward instead of keeping their activations. A region is the inside
@@ -81,16 +79,30 @@ struct ModelShape {
   int64_t head_width = 0;
   int64_t width = 0;
   std::vector<int64_t> windows = {};  ///< of attention, a layer; 0 or none: no window
+  bool is_causal = true;              ///< false: each position sees all, the model cannot generate
+};
+
+/// x + bias over the last dimension, for a bias that is sharded with other modules than the one
+/// that it follows: a module's parameters are of one unit, but for a tied one.
+/// Shapes   x [..., C], value [C] -> [..., C]
+class Bias : public Module {
+ public:
+  explicit Bias(int64_t width);
+  Tensor forward(const Tensor& x);
+
+ private:
+  Tensor& value_;
 };
 
 /// Hidden states to logits, or straight to the loss without ever holding all logits. Its weight is
 /// its own, or (tied) that of the token embedding: then this is the parameter's second use. With a
-/// soft-cap logits are softcap tanh(x / softcap).
+/// soft-cap logits are softcap tanh(x / softcap). With a bias [V] the loss holds all logits.
 class LmHead : public Module {
  public:
-  LmHead(int64_t width, int64_t vocab_size, const Init& init, float softcap = 0);
+  /// Error for a bias beside a soft-cap.
+  LmHead(int64_t width, int64_t vocab_size, const Init& init, float softcap = 0, bool bias = false);
   /// Tied: the weight of `embedding`, [V, C].
-  explicit LmHead(Embedding& embedding, float softcap = 0);
+  explicit LmHead(Embedding& embedding, float softcap = 0, bool bias = false);
 
   /// [B, T, C] -> [B, T, V].
   Tensor forward(const Tensor& hidden_BTC);
@@ -101,7 +113,10 @@ class LmHead : public Module {
   const Tensor& weight() const { return weight_; }
 
  private:
+  void add_bias();
+
   Tensor& weight_;
+  Child<Bias> bias_;
   bool is_tied_;
   float softcap_;
 };
@@ -113,7 +128,10 @@ class LanguageModel : public Module {
   /// Shapes   ids i32 | i64 [B, T] -> [B, T, C]
   virtual Tensor forward(const Tensor& ids_BT, const ForwardOptions& options = {}) = 0;
   virtual const ModelShape& shape() const = 0;
-  virtual void set_recompute(const RecomputePolicy& policy) = 0;
+  /// Of all blocks (Block), in their order; a model need not know of it.
+  void set_recompute(const RecomputePolicy& policy);
+  /// What it was made of, if it is of a family (family.h), which transformers knows too; else null.
+  virtual std::unique_ptr<FamilyConfig> family_config() const;
 
   /// Sum of -log p(target) over the targets that count, and their number; runs the module's hook.
   LossSum loss(const Tensor& ids_BT, const Tensor& targets_BT, const ForwardOptions& options = {},
@@ -129,26 +147,70 @@ class LanguageModel : public Module {
   ///   + 6 * layers * heads * head_width * T
   /// A multiply-add counts 2, backward twice the forward. The second term is the two products of
   /// causal attention, of whose square only the half below the diagonal is counted, and of a layer
-  /// with a window of W < T what is inside of it: 2 W - W^2 / T in place of T. Recomputed work does
-  /// not count.
+  /// with a window of W < T what is inside of it: 2 W - W^2 / T in place of T; of a model that is
+  /// not causal, 2 T. Recomputed work does not count.
   double flops_per_token(int64_t T);
 
  protected:
   virtual const Child<LmHead>& head() const = 0;
+  /// What the head gets of the hidden states: as they are, or transformed.
+  virtual Tensor head_input(const Tensor& hidden_BTC) { return hidden_BTC; }
   /// Checks ids and options against the shape; Error that names what does not fit.
   void check_forward(const Tensor& ids_BT, const ForwardOptions& options) const;
   /// Positions first .. first + T - 1 as i32 [T] on the device (the last answer is kept).
   Tensor position_range(int64_t first, int64_t T);
+  /// The positions of `options`, else those of ids after what the cache holds.
+  Tensor positions_of(const Tensor& ids_BT, const ForwardOptions& options);
+  /// x through all blocks, each with its part of the cache, which then holds the positions of x.
+  template <class BlockType>
+  static Tensor run_blocks(const ChildList<BlockType>& blocks, Tensor x_BTC,
+                           const ForwardOptions& options, const Tensor& positions,
+                           const Tensor& rope_table = {}) {
+    for (int64_t i = 0; i < blocks.num_children(); ++i) {
+      AttentionInput input = attention_input(options, positions, i);
+      input.rope_table = rope_table;
+      x_BTC = blocks[i](x_BTC, input);
+    }
+    if (options.cache != nullptr) options.cache->length += x_BTC.dim(1);
+    return x_BTC;
+  }
+  /// The head, tied to `embedding` or with a weight of its own that starts as `init`.
+  void emplace_head(Child<LmHead>& head, bool tied, Embedding& embedding, const Init& init,
+                    float softcap = 0, bool bias = false);
+
+ private:
   /// What layer `layer` gets.
   static AttentionInput attention_input(const ForwardOptions& options, const Tensor& positions,
                                         int64_t layer);
 
- private:
   Tensor positions_;
   int64_t positions_first_ = 0;
 };
 
 /// Checks of a shape that all models share; ConfigError that names `model` and the field.
 void check_shape(const char* model, const ModelShape& shape);
+
+/// The shape of a model whose heads share its width. ConfigError that names `model` and the field.
+template <class Config>
+ModelShape shape_of(const char* model, const Config& c) {
+  ModelShape s{.vocab_size = c.vocab_size,
+               .context_length = c.context_length,
+               .num_layers = c.num_layers,
+               .num_heads = c.num_heads,
+               .num_kv_heads = c.num_heads,
+               .width = c.width};
+  check_shape(model, s);
+  TESSERA_CHECK_AS(ConfigError, c.width % c.num_heads == 0,
+                   "{}: width {} is not divisible by num_heads {}", model, c.width, c.num_heads);
+  s.head_width = c.width / c.num_heads;
+  return s;
+}
+
+/// How the matrices of a model start: normal with `stddev`, the projections that end a sublayer
+/// with stddev / sqrt(2 * num_layers) (Radford et al. 2019).
+struct MatrixInit {
+  MatrixInit(double stddev, int64_t num_layers);
+  Init inside, out;
+};
 
 }  // namespace tessera::nn

@@ -15,6 +15,7 @@ an expression, or statements if it ends with a semicolon. A test is `run KEY` (s
 rows of that key) or `NAME FILTER` (a program of Catch2, and the start of a test case's name).
 """
 import argparse
+import glob
 import os
 import re
 import sys
@@ -23,6 +24,8 @@ from work_copy import PRELUDE, Change, WorkCopy, with_switches
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 APPS, FSDP = "apps", "dist/fsdp"
+FAMILY_TABLES = ["nn/family.h"] + sorted(
+    os.path.relpath(path, ROOT) for path in glob.glob(os.path.join(ROOT, "nn/*/family.cc")))
 PREFETCH = "dist/fsdp/order fsdp order: as many units are gathered ahead"
 
 
@@ -64,7 +67,9 @@ NOWHERE = [(key, "run " + key) for key in (
     "precision.reduce_dtype fsdp.wire_dtype precision.output_dtype precision.buffer_dtype "
     "precision.cast_forward_inputs precision.norm_fp32 precision.loss_scale "
     "precision.loss_scale_init precision.loss_scale_interval recompute.policy "
-    "recompute.every_n model.norm_eps model.gelu model.rope_theta model.rope_scaling "
+    "recompute.every_n model.tied model.bias model.dropout model.qkv_bias model.qk_norm "
+    "model.window model.window_layers model.attn_softcap model.logit_softcap "
+    "model.norm_eps model.gelu model.rope_theta model.rope_scaling "
     "model.rope_low_freq_factor model.rope_factor model.rope_high_freq_factor "
     "model.rope_original_context optim.beta1 optim.beta2 optim.eps optim.weight_decay "
     "optim.momentum optim.nesterov optim.warmup_steps optim.decay_steps sample.tokens "
@@ -77,10 +82,14 @@ NOWHERE = [(key, "run " + key) for key in (
 
 
 def bound_to_a_copy(key, seen_by):
-    table = text_of(ROOT, "apps/config_table.cc")
-    found = re.search(r'(?:t\.add\(|add_nbytes\(t, )"%s",\s*([\w.]+),' % re.escape(key), table)
+    """Settings of a model stand, by their own names, with its family."""
+    tables, folder, name = ["apps/config_table.cc"], APPS, key
+    if key.startswith("model."):
+        tables, folder, name = FAMILY_TABLES, "nn", key.removeprefix("model.")
+    table = "".join(text_of(ROOT, path) for path in tables)
+    found = re.search(r'(?:t\.add\(|add_nbytes\(t, )"%s",\s*([\w.]+),' % re.escape(name), table)
     field = found.group(1) if found else "no row"
-    return Row(key, APPS, '"%s", [[%s]],' % (key, field), "*new auto(%s)" % field, seen_by)
+    return Row(key, folder, '"%s", [[%s]],' % (name, field), "*new auto(%s)" % field, seen_by)
 
 
 PLANTED = [bound_to_a_copy(*each) for each in NOWHERE] + [
@@ -99,13 +108,9 @@ PLANTED = [bound_to_a_copy(*each) for each in NOWHERE] + [
     # Recomputation.
 
     # The model.
-    Row("tied", APPS, "  c.tied = config.tied;\n", "", "run model.tied"),
-    Row("dropout of gpt2", APPS, "[[c.dropout = config.dropout;]] c.gelu", "",
+    Row("a setting that families share sets the first alone", APPS,
+        "for (const nn::ModelSetting& each : rows) [[each]].assign(value);", "rows[0]",
         "run model.dropout"),
-    Row("dropout of bloom", APPS,
-        "[[c.dropout = config.dropout;]] return std::make_unique<nn::Bloom>", "",
-        "run model.dropout"),
-    Row("bias", APPS, "    c.bias = config.bias;\n", "", "run model.bias"),
     Row("documents not masked", APPS, "if ([[!batch.document_starts.empty()]])", "false",
         "run data.separator"),
     Row("documents not masked where positions restart", APPS, "if ([[!batch.document_starts.empty()]])",

@@ -20,7 +20,7 @@
 #include "core/autograd.h"
 #include "core/runtime/context.h"
 #include "dist/checkpoint/writer.h"
-#include "nn/llama.h"
+#include "nn/llama/llama.h"
 #include "optim/adamw.h"
 
 namespace tessera {

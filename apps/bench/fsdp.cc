@@ -22,7 +22,7 @@
 #include "dist/comm/local.h"
 #include "dist/fsdp/fully_shard.h"
 #include "dist/fsdp/shard_view.h"
-#include "nn/llama.h"
+#include "nn/llama/llama.h"
 
 namespace tessera::apps {
 namespace {

@@ -52,6 +52,7 @@ const std::vector<Shapes>& all_shapes() {
       {"gpt2", 4, 256, 768, 3072, 12, 12, 64, 50304, 32 << 20},
       {"llama", 1, 1024, 2048, 5632, 32, 4, 64, 32000, 32 << 20},
       {"large", 2, 8192, 4096, 14336, 32, 8, 128, 128256, 512 << 20},
+      {"long", 1, 8192, 512, 1408, 8, 2, 64, 4096, 1 << 20},
       {"tiny", 2, 32, 64, 176, 4, 2, 16, 512, 1 << 16},
       {"odd", 1, 301, 520, 1404, 4, 2, 128, 1001, (1 << 16) + 3},
   };
@@ -63,6 +64,7 @@ struct Options {
   bool as_json = false;
   bool asks = false;  // after each timing, on standard input, whether to time the kernel again
   int runs = 20;
+  int64_t window = 0;  // of attention, timed beside all of it; 0: not
   /// Who computes on CUDA; `auto` is this project's kernels and beside them the library, where it
   /// is installed.
   std::string attention = "auto", gemm = "auto";
@@ -98,7 +100,8 @@ class Bench {
     for (const DType dtype : {kF32, kBF16}) {
       dtype_ = dtype;
       matmuls();
-      attention();
+      attention(0);
+      if (options_.window > 0) attention(options_.window);
       norms();
       elementwise();
       pointwise();
@@ -282,8 +285,9 @@ class Bench {
          {data(db), data(partials), data(y), kF32, dtype_, M, N, N});
   }
 
-  void attention() const {
-    const std::string shape = fmt::format("B{}_T{}_H{}_Hk{}_D{}", s_.B, s_.T, s_.H, s_.Hk, s_.D);
+  void attention(int64_t window) const {
+    const std::string shape = fmt::format("B{}_T{}_H{}_Hk{}_D{}{}", s_.B, s_.T, s_.H, s_.Hk, s_.D,
+                                          window > 0 ? fmt::format("_W{}", window) : "");
     const Tensor q = random({s_.B, s_.T, s_.H, s_.D}, dtype_, 1),
                  kv = random({s_.B, s_.T, s_.Hk, s_.D}, dtype_, 2), o = empty_like(q),
                  d_out = random(q.shape(), dtype_, 3), dq = empty_like(q), dk = empty_like(kv),
@@ -291,8 +295,9 @@ class Bench {
     const k::HeadStrides q_strides{s_.T * s_.H * s_.D, s_.H * s_.D, s_.D},
         kv_strides{s_.T * s_.Hk * s_.D, s_.Hk * s_.D, s_.D};
     const k::AttentionShape extent{
-        dtype_, s_.B,    s_.T,   s_.T, s_.H, s_.Hk, s_.D, 1 / std::sqrt(static_cast<double>(s_.D)),
-        true,   nullptr, nullptr};
+        dtype_, s_.B,    s_.T,    s_.T,
+        s_.H,   s_.Hk,   s_.D,    1 / std::sqrt(static_cast<double>(s_.D)),
+        true,   nullptr, nullptr, window};
     const k::AttentionFwd fwd{data(o),   data(lse),  data(q),    data(kv), data(kv),
                               q_strides, kv_strides, kv_strides, extent};
     if (wants_own(options_.attention)) time("attention_fwd", shape, k::attention_fwd, fwd);
@@ -580,15 +585,19 @@ int run(int argc, char** argv) {
   std::string device = "auto", shapes;
   int threads = 0;
   app.add_option("--filter", options.filter, "only kernels whose name contains this");
-  app.add_option("--shapes", shapes,
-                 "gpt2, llama, large (for a GPU), tiny, odd (no multiples of anything); default: "
-                 "gpt2 on cpu, large on cuda")
-      ->check(CLI::IsMember({"gpt2", "llama", "large", "tiny", "odd"}));
+  app.add_option(
+         "--shapes", shapes,
+         "gpt2, llama, large (for a GPU), long (8192 positions), tiny, odd (no multiples of "
+         "anything); default: gpt2 on cpu, large on cuda")
+      ->check(CLI::IsMember({"gpt2", "llama", "large", "long", "tiny", "odd"}));
   app.add_option("--runs", options.runs, "runs of each kernel")
       ->check(in_range(1, std::optional(10000)));
   app.add_option("--device", device, "auto, cpu or cuda");
   app.add_option("--threads", threads, "CPU threads; 0: all allowed processors")
       ->check(in_range(0, std::optional(4096)));
+  app.add_option("--window", options.window,
+                 "times attention with a window of this many keys beside all of it; 0: not")
+      ->check(in_range<int64_t>(0, int64_t{1} << 30));
   app.add_option("--attention", options.attention,
                  "on cuda: own, cudnn, or auto: both where cuDNN is installed")
       ->check(CLI::IsMember({"auto", "own", "cudnn"}));

@@ -40,8 +40,8 @@
 #include "dist/fsdp/fully_shard.h"
 #include "dist/fsdp/shard_view.h"
 #include "kernels/matmul/cuda/cublaslt.h"
-#include "nn/gpt2.h"
-#include "nn/llama.h"
+#include "nn/gpt2/gpt2.h"
+#include "nn/llama/llama.h"
 
 namespace tessera::apps {
 namespace {

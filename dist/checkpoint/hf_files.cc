@@ -17,7 +17,6 @@ namespace fs = std::filesystem;
 
 constexpr const char* kSingleName = "model.safetensors";
 constexpr const char* kIndexName = "model.safetensors.index.json";
-constexpr const char* kHead = "lm_head.weight";
 constexpr size_t kMaxNameNbytes = 4096;  // each part of a wrapper moves what is after it
 
 bool exists(const std::string& path) {
@@ -126,12 +125,6 @@ bool is_of_adapter(std::string_view name) {
   return false;
 }
 
-std::string_view embedding_of(const HfModelConfig& config) {
-  return std::holds_alternative<nn::Gpt2Config>(config)    ? "transformer.wte.weight"
-         : std::holds_alternative<nn::LlamaConfig>(config) ? "model.embed_tokens.weight"
-                                                           : "transformer.word_embeddings.weight";
-}
-
 bool same_values(const HfFiles::Place& a, const HfFiles::Place& b) {
   const SafetensorsEntry &x = *a.entry, &y = *b.entry;
   const bool are_same =
@@ -148,9 +141,8 @@ bool HfFiles::exist_in(const std::string& dir) {
   return exists(dir + "/" + kSingleName) || exists(dir + "/" + kIndexName);
 }
 
-HfFiles::HfFiles(const std::string& dir, const HfModelConfig& config)
-    : dir_(dir),
-      prefix_(std::holds_alternative<nn::LlamaConfig>(config) ? "model." : "transformer.") {
+HfFiles::HfFiles(const std::string& dir, const nn::FamilyConfig& config)
+    : dir_(dir), names_(config.hf_layout()) {
   if (!exist_in(dir)) {
     for (const char* name : {kSingleName, kIndexName}) check_not_dangling(dir + "/" + name);
     const bool has_pickle = exists(dir + "/pytorch_model.bin");
@@ -197,7 +189,9 @@ void HfFiles::add_file(const std::string& name) {
     }
     std::string full = unwrapped(entry.name, wrappers);
     // Models saved without their head lack the prefix.
-    if (!full.starts_with(prefix_) && full != kHead) full = std::string(prefix_) + full;
+    if (!full.starts_with(names_.prefix) && !full.starts_with(names_.head_prefix)) {
+      full = std::string(names_.prefix) + full;
+    }
     if (!tensors_.emplace(full, Place{&file, &entry}).second) {
       throw InputError(
           fmt::format("{}/{}: tensor {} comes twice", dir_, name, shorten(entry.name)));
@@ -208,22 +202,22 @@ void HfFiles::add_file(const std::string& name) {
                                join_few(wrappers)));
 }
 
-void HfFiles::settle_tied(HfModelConfig& config) {
-  bool& is_tied = *std::visit([](auto& c) { return &c.tied; }, config);
-  if (!is_tied) return;
-  const std::string embedding(embedding_of(config));
-  const auto head = tensors_.find(kHead), embed = tensors_.find(embedding);
+void HfFiles::settle_tied(nn::FamilyConfig& config) {
+  if (!config.is_tied()) return;
+  const std::string embedding(names_.embedding);
+  const auto head = tensors_.find(names_.head), embed = tensors_.find(embedding);
   if (head == tensors_.end()) return;
   if (embed == tensors_.end()) {
     tensors_.emplace(embedding, head->second);
-    log_once("info", fmt::format("{}: has no {}; tied to it, {} is both", dir_, embedding, kHead));
+    log_once("info",
+             fmt::format("{}: has no {}; tied to it, {} is both", dir_, embedding, names_.head));
     return;
   }
-  is_tied = same_values(head->second, embed->second);
-  if (is_tied) return;
+  if (same_values(head->second, embed->second)) return;
+  config.set_tied(false);
   log_once("warning",
            fmt::format("{}: tie_word_embeddings is true, but {} is not {}: both are used, untied",
-                       dir_, kHead, embedding));
+                       dir_, names_.head, embedding));
 }
 
 }  // namespace tessera::dist

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "core/formats/safetensors.h"
-#include "dist/checkpoint/hf_config.h"
+#include "nn/family.h"
 
 namespace tessera::dist {
 
@@ -27,19 +27,19 @@ class HfFiles {
   /// Whether the directory has files of tensors.
   static bool exist_in(const std::string& dir);
 
-  HfFiles(const std::string& dir, const HfModelConfig& config);
+  HfFiles(const std::string& dir, const nn::FamilyConfig& config);
 
   const std::map<std::string, Place, std::less<>>& tensors() const { return tensors_; }
 
   /// What `tied` of the config is by the tensors: a head that is not the embedding makes it untied,
   /// a head without an embedding is both. The log says so.
-  void settle_tied(HfModelConfig& config);
+  void settle_tied(nn::FamilyConfig& config);
 
  private:
   void add_file(const std::string& name);
 
   std::string dir_;
-  std::string_view prefix_;  // of all tensors but the head's
+  nn::HfLayout names_;
   std::vector<std::unique_ptr<SafetensorsFile>> files_;
   std::map<std::string, Place, std::less<>> tensors_;
 };

@@ -60,13 +60,13 @@ void check_range(std::string_view name, const float* values, int64_t numel, DTyp
 }
 
 /// The bytes of a tensor of transformers, made from the parameter of ours that holds its rows.
-std::vector<std::byte> make_tensor(const HfTensor& tensor, const float* ours, int64_t cols,
+std::vector<std::byte> make_tensor(const nn::HfTensor& tensor, const float* ours, int64_t cols,
                                    DType dtype) {
   std::vector<std::byte> bytes(static_cast<size_t>(tensor.shape.numel()) * size_of(dtype));
   visit_float(dtype, "export", [&](auto tag) {
     using T = typename decltype(tag)::type;
     T* const dst = reinterpret_cast<T*>(bytes.data());
-    for (const HfRows& run : tensor.rows) {
+    for (const nn::HfRows& run : tensor.rows) {
       const float* first = ours + run.row * cols;
       if (!tensor.is_transposed) {
         std::transform(first, first + run.num_rows * cols, dst + run.hf_row * cols,
@@ -84,6 +84,13 @@ std::vector<std::byte> make_tensor(const HfTensor& tensor, const float* ours, in
   return bytes;
 }
 
+/// What config.json says, whatever the tensors are.
+HfModel read_config(const std::string& dir, const std::vector<std::string>& ignored_keys) {
+  const std::string path = dir + "/config.json";
+  const std::string text = read_regular_file(path, kMaxConfigNbytes);
+  return {nn::parse_hf_config(path, text, ignored_keys), nn::parse_hf_token_ids(path, text)};
+}
+
 }  // namespace
 
 HfModel read_hf_model(const std::string& dir, const std::vector<std::string>& ignored_keys) {
@@ -91,28 +98,26 @@ HfModel read_hf_model(const std::string& dir, const std::vector<std::string>& ig
     const HfReader reader(dir, ignored_keys);
     return {reader.config(), reader.token_ids()};
   }
-  const std::string path = dir + "/config.json";
-  const std::string text = read_regular_file(path, kMaxConfigNbytes);
-  return {parse_hf_config(path, text, ignored_keys), parse_hf_token_ids(path, text)};
+  return read_config(dir, ignored_keys);
 }
 
 HfReader::HfReader(const std::string& dir, const std::vector<std::string>& ignored_keys)
-    : dir_(dir) {
-  const std::string path = dir + "/config.json";
-  const std::string text = read_regular_file(path, kMaxConfigNbytes);
-  config_ = parse_hf_config(path, text, ignored_keys);
-  token_ids_ = parse_hf_token_ids(path, text);
+    : HfReader(dir, read_config(dir, ignored_keys)) {}
+
+HfReader::HfReader(const std::string& dir, HfModel model)
+    : dir_(dir), config_(std::move(model.config)), token_ids_(std::move(model.token_ids)) {
   files_ = std::make_unique<HfFiles>(dir, config_);
   // Each layer has tensors: before a list of all that a config tells is made.
-  const int64_t num_layers = std::visit([](const auto& c) { return c.num_layers; }, config_);
+  const int64_t num_layers = config_.num_layers();
   const auto num_tensors = static_cast<int64_t>(files_->tensors().size());
   if (num_layers > num_tensors) {
-    throw InputError(fmt::format("{}: {} layers, expected no more than the {} tensors beside it",
-                                 path, num_layers, num_tensors));
+    throw InputError(
+        fmt::format("{}/config.json: {} layers, expected no more than the {} tensors beside it",
+                    dir, num_layers, num_tensors));
   }
   files_->settle_tied(config_);
-  parameters_ = hf_parameters(config_);
-  for (const HfParameter& p : parameters_) by_name_.emplace(p.name, &p);
+  parameters_ = config_.hf_parameters();
+  for (const nn::HfParameter& p : parameters_) by_name_.emplace(p.name, &p);
   check_tensors();
 }
 
@@ -120,8 +125,8 @@ void HfReader::check_tensors() {
   const auto& tensors = files_->tensors();
   std::vector<std::string> problems;
   std::set<std::string, std::less<>> expected;
-  for (const HfParameter& p : parameters_) {
-    for (const HfTensor& t : p.sources) {
+  for (const nn::HfParameter& p : parameters_) {
+    for (const nn::HfTensor& t : p.sources) {
       expected.insert(t.name);
       const auto found = tensors.find(t.name);
       if (found == tensors.end()) {
@@ -137,12 +142,13 @@ void HfReader::check_tensors() {
     }
   }
   for (const auto& [name, place] : tensors) {
-    if (!expected.contains(name) && !is_derived_hf_tensor(config_, name)) {
+    if (!expected.contains(name) && !config_.is_derived_hf_tensor(name)) {
       problems.push_back("unexpected " + place.entry->name);
     }
   }
   if (problems.empty()) return;
-  const bool lacks_head = problems.size() == 1 && problems[0] == "missing lm_head.weight";
+  const bool lacks_head =
+      problems.size() == 1 && problems[0] == fmt::format("missing {}", config_.hf_layout().head);
   throw InputError(fmt::format("{}: tensors are not those of config.json: {}{}", dir_,
                                join_few(problems, "; "),
                                lacks_head ? " (tie_word_embeddings: true has none)" : ""));
@@ -157,19 +163,19 @@ Shape HfReader::shape_of(std::string_view name) const {
 void HfReader::read(std::string_view name, int64_t begin, int64_t end, float* dst) const {
   const auto found = by_name_.find(std::string(name));
   TESSERA_CHECK(found != by_name_.end(), "huggingface: the model has no parameter {}", name);
-  const HfParameter& p = *found->second;
+  const nn::HfParameter& p = *found->second;
   TESSERA_CHECK(0 <= begin && begin <= end && end <= p.shape.numel(),
                 "huggingface: elements [{}, {}) of {}, expected some of {}", begin, end, name,
                 p.shape.numel());
   const int64_t cols = p.cols();
-  for (const HfTensor& source : p.sources) {
+  for (const nn::HfTensor& source : p.sources) {
     const HfFiles::Place& place = files_->tensors().find(source.name)->second;
     const DType dtype = *place.entry->dtype.ours();  // check_tensors
     const auto* data = static_cast<const char*>(place.file->data(*place.entry));
     const auto at = [&](int64_t element) {
       return data + element * static_cast<int64_t>(size_of(dtype));
     };
-    for (const HfRows& run : source.rows) {
+    for (const nn::HfRows& run : source.rows) {
       const int64_t first = std::max(begin, run.row * cols);
       const int64_t last = std::min(end, (run.row + run.num_rows) * cols);
       if (first >= last) continue;
@@ -217,18 +223,19 @@ void load_hf(const HfReader& reader, Fsdp& fsdp, nn::Module& model) {
   fsdp.shards_changed();
 }
 
-HfWriter::HfWriter(const std::string& dir, const HfModelConfig& config,
+HfWriter::HfWriter(const std::string& dir, const nn::FamilyConfig& config,
                    const HfWriteOptions& options)
-    : config_(config), options_(options), parameters_(hf_parameters(config)) {
+    : config_(config), options_(options), parameters_(config.hf_parameters()) {
   TESSERA_CHECK(options.dtype == kF32 || options.dtype == kBF16 || options.dtype == kF16,
                 "export: dtype {}, expected f32, bf16 or f16", options.dtype);
-  hf_config_json(config, options.dtype);  // refuses what has no name there before anything is made
+  nn::hf_config_json(config,
+                     options.dtype);  // refuses what has no name there before anything is made
   place_ = std::make_unique<ExportDirectory>(dir);
   std::vector<std::vector<SafetensorsEntry>> files(1);
   int64_t used = 0;
-  for (const HfParameter& p : parameters_) {
+  for (const nn::HfParameter& p : parameters_) {
     by_name_.emplace(p.name, by_name_.size());
-    for (const HfTensor& t : p.sources) {
+    for (const nn::HfTensor& t : p.sources) {
       const SafetensorsEntry entry{t.name, options.dtype, t.shape};
       if (used > 0 && used + entry.nbytes() > options.max_file_nbytes) {
         files.emplace_back();
@@ -254,10 +261,10 @@ HfWriter::~HfWriter() = default;
 void HfWriter::write(std::string_view name, const float* values, int64_t numel) {
   const auto found = by_name_.find(std::string(name));
   TESSERA_CHECK(found != by_name_.end(), "export: the model has no parameter {}", name);
-  const HfParameter* const p = &parameters_[found->second];
+  const nn::HfParameter* const p = &parameters_[found->second];
   TESSERA_CHECK_EQ(numel, p->shape.numel(), "export: elements of {}", name);
   check_range(name, values, numel, options_.dtype);
-  for (const HfTensor& t : p->sources) {
+  for (const nn::HfTensor& t : p->sources) {
     const std::vector<std::byte> bytes = make_tensor(t, values, p->cols(), options_.dtype);
     writers_[file_of_.at(t.name)]->write(t.name, bytes.data(), static_cast<int64_t>(bytes.size()));
   }
@@ -268,8 +275,8 @@ void HfWriter::finish() {
   if (writers_.size() > 1) {
     json map = json::object();
     int64_t total = 0;
-    for (const HfParameter& p : parameters_) {
-      for (const HfTensor& t : p.sources) {
+    for (const nn::HfParameter& p : parameters_) {
+      for (const nn::HfTensor& t : p.sources) {
         map[t.name] = file_names_[file_of_.at(t.name)];
         total += t.shape.numel() * static_cast<int64_t>(size_of(options_.dtype));
       }
@@ -278,8 +285,8 @@ void HfWriter::finish() {
     write_durably(place_->path() + "/" + kIndexName, index.dump(2) + "\n");
   }
   std::map<std::string, std::string> texts = {
-      {"config.json", hf_config_json(config_, options_.dtype, options_.token_ids)},
-      {"generation_config.json", hf_generation_json(options_.token_ids)}};
+      {"config.json", nn::hf_config_json(config_, options_.dtype, options_.token_ids)},
+      {"generation_config.json", nn::hf_generation_json(options_.token_ids)}};
   for (const auto& [name, text] : options_.files) texts[name] = text;
   for (const auto& [name, text] : texts) write_durably(place_->path() + "/" + name, text);
   place_->commit();
@@ -289,7 +296,8 @@ void export_hf(const std::string& dir, nn::LanguageModel& model, Fsdp& fsdp, Wor
                const HfWriteOptions& options) {
   std::unique_ptr<HfWriter> writer;
   world.control().verdict([&] {
-    if (world.rank() == 0) writer = std::make_unique<HfWriter>(dir, hf_config_of(model), options);
+    if (world.rank() == 0)
+      writer = std::make_unique<HfWriter>(dir, nn::hf_config_of(model), options);
   });
   stream_full(fsdp, world,
               {.begin = [] {},

@@ -9,10 +9,9 @@
 
 #include "core/formats/safetensors.h"
 #include "dist/checkpoint/export_dir.h"
-#include "dist/checkpoint/hf_config.h"
 #include "dist/checkpoint/hf_files.h"
-#include "dist/checkpoint/hf_names.h"
 #include "dist/fsdp/fully_shard.h"
+#include "nn/hf/config.h"
 
 // Models in the form of Hugging Face's transformers: a directory with config.json and
 // model.safetensors, or several files and model.safetensors.index.json.
@@ -22,8 +21,8 @@ namespace tessera::dist {
 /// What a directory's config.json says, as far as its tensors bear it out (HfReader); `tied` as
 /// these are (HfFiles::settle_tied).
 struct HfModel {
-  HfModelConfig config;
-  HfTokenIds token_ids;
+  nn::FamilyConfig config;
+  nn::HfTokenIds token_ids;
 };
 /// `ignored_keys` of config.json are passed over. InputError as parse_hf_config and HfFiles; a
 /// directory without tensors is left to HfReader.
@@ -39,9 +38,9 @@ class HfReader {
   explicit HfReader(const std::string& dir, const std::vector<std::string>& ignored_keys = {});
 
   const std::string& dir() const { return dir_; }
-  const HfModelConfig& config() const { return config_; }
-  const HfTokenIds& token_ids() const { return token_ids_; }
-  const std::vector<HfParameter>& parameters() const { return parameters_; }
+  const nn::FamilyConfig& config() const { return config_; }
+  const nn::HfTokenIds& token_ids() const { return token_ids_; }
+  const std::vector<nn::HfParameter>& parameters() const { return parameters_; }
   /// Of a parameter of ours. InputError if the model has none of that name.
   Shape shape_of(std::string_view name) const;
 
@@ -50,13 +49,14 @@ class HfReader {
   void read(std::string_view name, int64_t begin, int64_t end, float* dst) const;
 
  private:
+  HfReader(const std::string& dir, HfModel model);
   void check_tensors();
 
   std::string dir_;
-  HfModelConfig config_;
-  HfTokenIds token_ids_;
-  std::vector<HfParameter> parameters_;
-  std::unordered_map<std::string, const HfParameter*> by_name_;
+  nn::FamilyConfig config_;
+  nn::HfTokenIds token_ids_;
+  std::vector<nn::HfParameter> parameters_;
+  std::unordered_map<std::string, const nn::HfParameter*> by_name_;
   std::unique_ptr<HfFiles> files_;
 };
 
@@ -67,7 +67,7 @@ void load_hf(const HfReader& reader, Fsdp& fsdp, nn::Module& model);
 struct HfWriteOptions {
   DType dtype = kF32;                       ///< f32 | bf16 | f16
   int64_t max_file_nbytes = 5'000'000'000;  ///< beyond it, several files and an index
-  HfTokenIds token_ids = {};                ///< for config.json and generation_config.json
+  nn::HfTokenIds token_ids = {};            ///< for config.json and generation_config.json
   /// Further files by name: a tokenizer's, a generation_config.json in place of that of the ids.
   std::map<std::string, std::string> files = {};
 };
@@ -78,12 +78,13 @@ class HfWriter {
  public:
   /// ConfigError if the directory holds something else than an earlier export; IoError if it cannot
   /// be made or written.
-  HfWriter(const std::string& dir, const HfModelConfig& config, const HfWriteOptions& options = {});
+  HfWriter(const std::string& dir, const nn::FamilyConfig& config,
+           const HfWriteOptions& options = {});
   ~HfWriter();
   HfWriter(const HfWriter&) = delete;
   HfWriter& operator=(const HfWriter&) = delete;
 
-  const std::vector<HfParameter>& parameters() const { return parameters_; }
+  const std::vector<nn::HfParameter>& parameters() const { return parameters_; }
   /// The whole of a parameter of ours, f32, in any order. Error for an unknown name or another
   /// size.
   void write(std::string_view name, const float* values, int64_t numel);
@@ -92,9 +93,9 @@ class HfWriter {
 
  private:
   std::unique_ptr<ExportDirectory> place_;
-  HfModelConfig config_;
+  nn::FamilyConfig config_;
   HfWriteOptions options_;
-  std::vector<HfParameter> parameters_;
+  std::vector<nn::HfParameter> parameters_;
   std::unordered_map<std::string, size_t> by_name_;  // of parameters_
   std::vector<std::unique_ptr<SafetensorsWriter>> writers_;
   std::vector<std::string> file_names_;

@@ -37,7 +37,7 @@ Tensor relu(const Tensor& x);
 /// y = x / (1 + exp(-x)), also known as swish. Saves x. Shapes, dtypes, errors: as `gelu`.
 Tensor silu(const Tensor& x);
 
-/// Gated unit of Llama's feed-forward (Shazeer 2020, arXiv:2002.05202): y = silu(gate) * up.
+/// Gated unit of feed-forward layers (Shazeer 2020, arXiv:2002.05202): y = silu(gate) * up.
 /// Shapes   gate, up [..., F] -> y [..., F]; both may be slices of one packed [..., 2 F] tensor
 ///          (see `split`), whose gradient is then written in place
 /// Dtypes   f32 | bf16 | f16 | f64, the same for both; computed in f32 (f64), one rounding

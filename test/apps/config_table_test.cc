@@ -30,6 +30,7 @@ std::vector<Example> examples() {
   return {
       {"model.bias", "true", {}, kGpt2},
       {"model.gelu", "tanh", {}, kGpt2},
+      {"model.window_layers", "wf", {}, {"--model.window=4"}},
       {"model.rope_theta", "500", kGpt2, {}},
       {"model.rope_scaling", "linear", kBloom, {}},
       {"model.rope_factor", "2", {}, {"--model.rope_scaling=linear"}},

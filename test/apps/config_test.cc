@@ -1,6 +1,7 @@
 #include "apps/config.h"
 
 #include "apps/config_table.h"
+#include "nn/llama/llama.h"
 #include "test/temp_dir.h"
 #include "test/testing.h"
 
@@ -62,7 +63,7 @@ TEST_CASE("config: what is wrong is named with key, place and what is allowed", 
       {"[model]\ntied = 1", {}, "f.toml:2: model.tied = 1, expected true or false"},
       {"[model]\nkind = 'lama'",
        {},
-       "f.toml:2: model.kind = \"lama\", expected one of gpt2, llama, bloom (nearest: llama)"},
+       "f.toml:2: model.kind = \"lama\", expected one of llama, gpt2, bloom (nearest: llama)"},
       {"[model]\ndropout = 1.0", {}, "f.toml:2: model.dropout = 1.0, expected a number in [0, 1)"},
       {"[optim]\nlr = nan", {}, "f.toml:2: optim.lr = nan, expected a number >= 0"},
       {"[optim]\nlr = inf", {}, "f.toml:2: optim.lr = inf, expected a finite number >= 0"},
@@ -89,30 +90,49 @@ TEST_CASE("config: what is wrong is named with key, place and what is allowed", 
        "min_num_params, whole_model"},
       {"[model]\nwidth = 100\nheads = 3",
        {kText},
-       "f.toml:2: model.width = 100, expected a multiple of model.heads = 3"},
+       "f.toml:2: model.width = 100, expected a multiple of heads = 3"},
       {"[model]\nwidth = 12\nheads = 4",
        {kText},
-       "f.toml:2: head width 3, expected an even one (rotary positions)"},
+       "f.toml:2: model.width = 12, expected heads of an even width (rotary positions), not 3"},
       {"[model]\nrope_scaling = 'llama3'\nrope_low_freq_factor = 4",
        {kText},
-       "f.toml:3: model.rope_low_freq_factor = 4, expected less than model.rope_high_freq_factor = "
-       "4"},
+       "f.toml:3: model.rope_low_freq_factor = 4.0, expected less than rope_high_freq_factor = 4"},
       {"[model]\nnorm_eps = 1e-300",
        {},
        "f.toml:2: model.norm_eps = 1e-300, expected a number in [1e-30, 1e+30]"},
       {"[model]\nwidth = 1032\nheads = 4",
        {kText},
-       "f.toml:2: head width 258, expected at most 256"},
+       "f.toml:2: model.width = 1032, expected heads of a width of at most 256"},
       {"[model]\nkind = 'gpt2'\nwidth = 257\nheads = 1",
        {kText},
-       "f.toml:3: head width 257, expected at most 256"},
-      {"[model]\nhead_width = 258", {kText}, "f.toml:2: head width 258, expected at most 256"},
+       "f.toml:3: model.width = 257, expected heads of a width of at most 256"},
+      {"[model]\nhead_width = 258",
+       {kText},
+       "f.toml:2: model.head_width = 258, expected heads of a width of at most 256"},
       {"[model]\nkv_heads = 3",
        {kText},
-       "f.toml:2: model.kv_heads = 3, expected a divisor of model.heads = 4"},
+       "f.toml:2: model.kv_heads = 3, expected a divisor of heads = 4"},
       {"[model]\nkind = 'gpt2'\nkv_heads = 2",
        {kText},
        "f.toml:3: model.kv_heads = 2, expected model.heads = 4 for kind gpt2"},
+      {"[model]\nkind = 'gpt2'\nwindow = 8",
+       {kText},
+       "f.toml:3: model.window = 8, expected 0 for kind gpt2"},
+      {"[model]\nkind = 'bloom'\nlogit_softcap = 30.0",
+       {kText},
+       "f.toml:3: model.logit_softcap = 30.0, expected 0.0 for kind bloom"},
+      {"[model]\nkind = 'gpt2'\nattn_softcap = 50.0",
+       {kText},
+       "f.toml:3: model.attn_softcap = 50.0, expected 0.0 for kind gpt2"},
+      {"[model]\nwindow = 8\nwindow_layers = 'wx'",
+       {kText},
+       "f.toml:3: model.window_layers = \"wx\", expected letters w and f, such as wf"},
+      {"[model]\nkind = 'bloom'\ngelu = 'exact'",
+       {kText},
+       "f.toml:3: model.gelu = \"exact\", expected \"tanh\" for kind bloom"},
+      {"[model]\nkind = 'bloom'\nffn = 100",
+       {kText},
+       "f.toml:3: model.ffn = 100, expected 0 or 4 x model.width for kind bloom"},
       {"[model]\nkind = 'gpt2'\nqk_norm = true",
        {kText},
        "f.toml:3: model.qk_norm = true, expected false for kind gpt2"},
@@ -121,7 +141,7 @@ TEST_CASE("config: what is wrong is named with key, place and what is allowed", 
        "f.toml:3: model.head_width = 8, expected 0 for kind gpt2"},
       {"[model]\ndropout = 0.1",
        {kText},
-       "f.toml:2: model.dropout = 0.1, expected 0 for kind llama"},
+       "f.toml:2: model.dropout = 0.1, expected 0.0 for kind llama"},
       {"[optim]\nfinal_lr = 1.0",
        {kText},
        "f.toml:2: optim.final_lr = 1, expected at most optim.lr = 0.001"},
@@ -300,9 +320,10 @@ TEST_CASE("config: the command line wins over the file, the file over the defaul
   const Config config = parse_config(
       "[model]\nlayers = 7\nheads = 2\n[optim]\nlr = 1", "f.toml",
       std::vector<std::string>{"--model.layers=9", "--data.text", "a b", "--data.separator", "-1"});
-  CHECK(config.model.layers == 9);
-  CHECK(config.model.heads == 2);
-  CHECK(config.model.kv_heads == 0);
+  const auto& model = config.model.selected().as<nn::LlamaConfig>();
+  CHECK(model.num_layers == 9);
+  CHECK(model.num_heads == 2);
+  CHECK(model.num_kv_heads == 0);
   CHECK(config.optim.schedule.peak_lr == 1.0);
   CHECK(config.data.text == "a b");
   CHECK(config.data.separator == -1);

@@ -11,6 +11,7 @@
 #include "apps/trainer.h"
 #include "core/files.h"
 #include "dist/comm/local.h"
+#include "nn/llama/llama.h"
 #include "test/golden/golden.h"
 #include "test/stderr_of.h"
 #include "test/temp_dir.h"
@@ -62,12 +63,18 @@ TEST_CASE("model_from: the sizes are those of config.json", "[model_from]") {
   CHECK(llama.model.vocab == 40);
   CHECK(llama.model.context == 8);  // shorter than the file's 32
   CHECK(llama.model.max_positions == 32);
-  CHECK(llama.model.kv_heads == 2);
-  CHECK(llama.model.rope.scaling == RopeScaling::kLlama3);
-  CHECK(llama.model.rope.theta == 100);
-  CHECK(llama.model.norm_eps == 1e-6f);
+  const auto& sizes = llama.model.selected().as<nn::LlamaConfig>();
+  CHECK(sizes.num_kv_heads == 2);
+  CHECK(sizes.rope.scaling == RopeScaling::kLlama3);
+  CHECK(sizes.rope.theta == 100);
+  CHECK(sizes.norm_eps == 1e-6f);
   CHECK(config_for(dir, "bloom").model.kind == "bloom");
-  CHECK(config_for(dir, "qwen3").model.qk_norm);
+  CHECK(config_for(dir, "qwen3").model.selected().as<nn::LlamaConfig>().qk_norm);
+  const Config mistral = config_for(dir, "mistral_window"), qwen2 = config_for(dir, "qwen2_window");
+  CHECK(mistral.model.selected().as<nn::LlamaConfig>().window == 4);
+  CHECK(mistral.model.selected().as<nn::LlamaConfig>().window_layers == "w");
+  CHECK(qwen2.model.selected().as<nn::LlamaConfig>().window == 3);
+  CHECK(qwen2.model.selected().as<nn::LlamaConfig>().window_layers == "fw");
   CHECK(error_of([&] { config_for(dir, "gpt2", {"--model.context=1000"}); }) ==
         "command line: model.context = 1000, expected 24 of " + folder("gpt2") + "/config.json");
 }

@@ -91,6 +91,11 @@ class Case:
             if d.maybe(0.3):
                 keys["model.qk_norm"] = "true"
             if d.maybe(0.3):
+                keys |= {"model.window": d.choice([1, 3, 7]),
+                         "model.window_layers": d.choice(["w", "wf"])}
+            if d.maybe(0.2):
+                keys |= {"model.attn_softcap": 2.0, "model.logit_softcap": 5.0}
+            if d.maybe(0.3):
                 keys["model.rope_theta"] = 500.0
         elif d.maybe(0.3):
             keys["model.dropout"] = 0.1

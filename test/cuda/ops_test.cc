@@ -14,7 +14,7 @@
 #include "kernels/matmul/backend.h"
 #include "kernels/matmul/cuda/cublaslt.h"
 #include "kernels/matmul/matmul.h"
-#include "nn/gpt2.h"
+#include "nn/gpt2/gpt2.h"
 #include "optim/adamw.h"
 #include "test/testing.h"
 

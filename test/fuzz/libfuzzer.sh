@@ -12,15 +12,20 @@ sources=(test/fuzz/libfuzzer.cc test/fuzz/targets.cc test/fuzz/data_targets.cc c
   apps/data/byte_stream.cc apps/data/json_line.cc apps/data/parquet_files.cc apps/data/row_assembler.cc core/utf8.cc
   apps/config.cc apps/config_parse.cc apps/config_table.cc core/settings.cc apps/data.cc apps/model_from.cc
   apps/run_dir.cc apps/tokenizer.cc core/fatal_signals.cc core/runtime/allocator.cc
-  dist/checkpoint/hf_files.cc dist/checkpoint/hf_names.cc dist/checkpoint/huggingface.cc
+  dist/checkpoint/hf_files.cc dist/checkpoint/huggingface.cc
   core/check.cc core/dtype.cc core/fault_guard.cc core/files.cc core/log.cc core/random.cc
   core/shape.cc core/text.cc
-  core/formats/durable_file.cc dist/checkpoint/hf_config.cc dist/checkpoint/manifest.cc core/formats/safetensors.cc
-  core/formats/strict_json.cc)
+  core/formats/durable_file.cc core/formats/safetensors.cc core/formats/strict_json.cc
+  dist/checkpoint/manifest.cc nn/family.cc nn/hf/config.cc nn/hf/keys.cc nn/hf/parameters.cc)
 cd "$root"
-# What the parsers do not call of their neighbours (models are made in the same file) is not there.
+families=
+for file in nn/*/family.cc; do
+  sources+=("$file")
+  families+=" F($(basename "$(dirname "$file")"))"
+done
+# What the parsers do not call of their neighbours, such as models, is not there.
 clang++ -std=c++20 -g -O1 -march=x86-64-v3 -fsanitize=fuzzer,address,undefined -fno-sanitize=vptr -fno-sanitize-recover=undefined -no-pie \
-  -I. -DTESSERA_FUZZ_TARGET="\"$target\"" "${sources[@]}" -Wl,--unresolved-symbols=ignore-all -lfmt -lxxhash -lz -lzstd -lsnappy -llz4 \
+  -I. "-DTESSERA_FAMILIES(F)=$families" -DTESSERA_FUZZ_TARGET="\"$target\"" "${sources[@]}" -Wl,--unresolved-symbols=ignore-all -lfmt -lxxhash -lz -lzstd -lsnappy -llz4 \
   -o "$build/$target"
 TESSERA_FUZZ_DICTIONARY="$build/$target.dict" "$build/$target"
 seeds="test/fuzz/corpus/$target"

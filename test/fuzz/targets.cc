@@ -13,8 +13,8 @@
 #include "apps/tokenizer.h"
 #include "core/check.h"
 #include "core/formats/safetensors.h"
-#include "dist/checkpoint/hf_config.h"
 #include "dist/checkpoint/manifest.h"
+#include "nn/hf/config.h"
 
 namespace tessera::fuzz {
 namespace {
@@ -103,8 +103,8 @@ std::vector<std::string> seeds_manifest() {
 }
 
 void run_hf_config(std::string_view bytes) {
-  dist::parse_hf_config("config.json", bytes);
-  dist::parse_hf_token_ids("config.json", bytes);
+  nn::parse_hf_config("config.json", bytes);
+  nn::parse_hf_token_ids("config.json", bytes);
 }
 
 std::vector<std::string> seeds_hf_config() {

@@ -5,8 +5,8 @@
 #include <variant>
 #include <vector>
 
-#include "nn/gpt2.h"
-#include "nn/llama.h"
+#include "nn/gpt2/gpt2.h"
+#include "nn/llama/llama.h"
 #include "optim/adamw.h"
 
 // Golden curves (test/golden/README.md) for tests on one rank or several.

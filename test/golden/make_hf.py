@@ -1,10 +1,11 @@
 """Tiny random models of every supported family as transformers saves them, with their logits:
 hf/FAMILY/{config.json, model.safetensors, logits.json}. One is sharded with an index, some are in
-bf16. Needs torch and transformers; the logits are computed in f32."""
+bf16. Needs torch and transformers; the logits are computed in f32. make_hf.py [FAMILY...]"""
 
 import json
 import pathlib
 import shutil
+import sys
 
 import torch
 from transformers import (BloomConfig, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config,
@@ -26,7 +27,10 @@ FAMILIES = {
     "llama3": (LlamaConfig(**LLAMA, rope_parameters=LLAMA3), torch.float32,
                {"max_shard_size": "6KB"}),
     "mistral": (MistralConfig(**LLAMA, sliding_window=None), torch.bfloat16, {}),
+    "mistral_window": (MistralConfig(**LLAMA, sliding_window=4), torch.float32, {}),
     "qwen2": (Qwen2Config(**LLAMA, tie_word_embeddings=True), torch.float32, {}),
+    "qwen2_window": (Qwen2Config(**LLAMA, use_sliding_window=True, sliding_window=3,
+                                 max_window_layers=1), torch.float32, {}),
     "qwen3": (Qwen3Config(**LLAMA, head_dim=8), torch.bfloat16, {}),
     # Six heads: ALiBi's slopes of a number that is no power of two.
     "bloom": (BloomConfig(vocab_size=VOCAB, hidden_size=24, n_layer=2, n_head=6), torch.float32,
@@ -45,6 +49,8 @@ def randomize(model):
 
 def main():
     for family, (config, dtype, options) in FAMILIES.items():
+        if sys.argv[1:] and family not in sys.argv[1:]:
+            continue
         folder = HERE / family
         shutil.rmtree(folder, ignore_errors=True)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()

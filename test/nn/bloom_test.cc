@@ -1,4 +1,4 @@
-#include "nn/bloom.h"
+#include "nn/bloom/bloom.h"
 
 #include "test/nn/model_checks.h"
 

@@ -5,8 +5,8 @@
 #include <map>
 
 #include "core/autograd.h"
-#include "nn/gpt2.h"
-#include "nn/llama.h"
+#include "nn/gpt2/gpt2.h"
+#include "nn/llama/llama.h"
 #include "test/testing.h"
 
 namespace tessera::nn {

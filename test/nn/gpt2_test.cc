@@ -1,4 +1,4 @@
-#include "nn/gpt2.h"
+#include "nn/gpt2/gpt2.h"
 
 #include "core/runtime/context.h"
 #include "kernels/loss/loss.h"

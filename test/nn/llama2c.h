@@ -3,7 +3,7 @@
 #include <memory>
 #include <string>
 
-#include "nn/llama.h"
+#include "nn/llama/llama.h"
 
 namespace tessera::testing {
 

@@ -1,4 +1,4 @@
-#include "nn/llama.h"
+#include "nn/llama/llama.h"
 
 #include "kernels/loss/loss.h"
 #include "kernels/matmul/matmul.h"

@@ -5,7 +5,7 @@
 #include "dist/comm/local.h"
 #include "dist/fsdp/fully_shard.h"
 #include "kernels/matmul/backend.h"
-#include "nn/gpt2.h"
+#include "nn/gpt2/gpt2.h"
 #include "optim/adamw.h"
 #include "test/simt/fake_cuda.h"
 #include "test/testing.h"

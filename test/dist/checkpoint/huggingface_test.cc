@@ -28,7 +28,8 @@ using testing::TempDir;
 namespace fs = std::filesystem;
 
 constexpr double kTolerance = 1e-5;  // of logits, f32
-const char* const kFamilies[] = {"gpt2", "llama2", "llama3", "mistral", "qwen2", "qwen3", "bloom"};
+const char* const kFamilies[] = {"gpt2",  "llama2",       "llama3", "mistral", "mistral_window",
+                                 "qwen2", "qwen2_window", "qwen3",  "bloom"};
 
 std::string folder(const std::string& family) {
   return testing::golden_dir() + "/hf/" + family;
@@ -57,7 +58,7 @@ struct Loaded {
     const HfReader reader(dir);
     {
       const nn::DeferredInit deferred;
-      model = make_model(reader.config());
+      model = reader.config().make_model();
     }
     fsdp = fully_shard(*model, world, options);
     load_hf(reader, *fsdp, *model);
@@ -133,7 +134,7 @@ TEST_CASE("huggingface: what is exported is imported bit by bit, under another s
       if (world.rank() == 0) after = std::move(parameters);
     });
     CHECK(before == after);
-    CHECK(before.size() == hf_parameters(HfReader(dir).config()).size());
+    CHECK(before.size() == HfReader(dir).config().hf_parameters().size());
   }
 }
 
@@ -143,7 +144,7 @@ TEST_CASE("huggingface: an export has the names and keys of the original", "[hug
     const TempDir temp;
     const HfReader original(folder(family));
     HfWriter writer(temp.path(), original.config(), {.token_ids = original.token_ids()});
-    for (const HfParameter& p : original.parameters()) {
+    for (const nn::HfParameter& p : original.parameters()) {
       std::vector<float> values(static_cast<size_t>(p.shape.numel()));
       original.read(p.name, 0, p.shape.numel(), values.data());
       writer.write(p.name, values.data(), p.shape.numel());
@@ -214,7 +215,7 @@ TEST_CASE("huggingface: a rank holds its shards and a buffer, not the model", "[
   config.context_length = 32;
   {
     HfWriter writer(temp.path(), config);
-    for (const HfParameter& p : writer.parameters()) {
+    for (const nn::HfParameter& p : writer.parameters()) {
       const std::vector<float> values(static_cast<size_t>(p.shape.numel()), 0.5f);
       writer.write(p.name, values.data(), p.shape.numel());
     }
@@ -237,13 +238,12 @@ TEST_CASE("huggingface: a rank holds its shards and a buffer, not the model", "[
 
 TEST_CASE("huggingface: configs that are not supported are named", "[huggingface]") {
   const auto error = [](const std::string& text) {
-    return error_of([&] { parse_hf_config("config.json", text); });
+    return error_of([&] { nn::parse_hf_config("config.json", text); });
   };
   CHECK(error("[]").starts_with("config.json: "));
   CHECK(error("{}") ==
-        "config.json: architecture missing, expected one of BloomForCausalLM, "
-        "GPT2LMHeadModel, LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, "
-        "Qwen3ForCausalLM");
+        "config.json: architecture missing, expected one of LlamaForCausalLM, MistralForCausalLM, "
+        "Qwen2ForCausalLM, Qwen3ForCausalLM, GPT2LMHeadModel, BloomForCausalLM");
   CHECK(error(R"({"architectures": ["GemmaForCausalLM"]})")
             .starts_with("config.json: architecture GemmaForCausalLM, expected one of"));
   const std::string gpt2 = R"("model_type": "gpt2", "vocab_size": 8, "n_positions": 4, "n_embd": 4,
@@ -273,7 +273,7 @@ TEST_CASE("huggingface: configs that are not supported are named", "[huggingface
   CHECK(error("{" + gpt2 + R"(, "n_head": 2, "tie_word_embeddings": 1})") ==
         "config.json: tie_word_embeddings is 1, expected true or false");
   CHECK_NOTHROW(
-      parse_hf_config("config.json", "{" + gpt2 + R"(, "n_head": 2, "new_thing": null})"));
+      nn::parse_hf_config("config.json", "{" + gpt2 + R"(, "n_head": 2, "new_thing": null})"));
   const std::string llama = R"("model_type": "llama", "vocab_size": 8, "hidden_size": 8,
       "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8)";
   CHECK(error("{" + llama + R"(, "attention_bias": true})") ==
@@ -293,7 +293,7 @@ TEST_CASE("huggingface: a rope scaling without one of its numbers is refused, no
                                    {"hidden_size", 8},         {"num_hidden_layers", 1},
                                    {"num_attention_heads", 2}, {"intermediate_size", 8},
                                    {"rope_scaling", scaling}};
-    return std::get<nn::LlamaConfig>(parse_hf_config("config.json", object.dump())).rope;
+    return nn::parse_hf_config("config.json", object.dump()).as<nn::LlamaConfig>().rope;
   };
   const nlohmann::json linear = {{"type", "linear"}, {"factor", 4}};
   const nlohmann::json llama3 = {{"rope_type", "llama3"},
@@ -325,18 +325,18 @@ TEST_CASE("huggingface: a rope scaling without one of its numbers is refused, no
 
 TEST_CASE("huggingface: ids of begin, end and padding are a number, several or none",
           "[huggingface]") {
-  const HfTokenIds ids = parse_hf_token_ids("config.json", R"({"bos_token_id": 128000,
+  const nn::HfTokenIds ids = nn::parse_hf_token_ids("config.json", R"({"bos_token_id": 128000,
       "eos_token_id": [128001, 128008], "pad_token_id": -1})");
   CHECK(ids.bos == std::vector<int64_t>{128000});
   CHECK(ids.eos == std::vector<int64_t>{128001, 128008});
   CHECK(ids.pad.empty());
-  const auto json = nlohmann::json::parse(hf_config_json(nn::LlamaConfig{}, kF32, ids));
+  const auto json = nlohmann::json::parse(nn::hf_config_json(nn::LlamaConfig{}, kF32, ids));
   CHECK(json["bos_token_id"] == 128000);
   CHECK(json["eos_token_id"] == std::vector<int>{128001, 128008});
   CHECK_FALSE(json.contains("pad_token_id"));
   const auto error = [](const std::string& value) {
     return error_of(
-        [&] { parse_hf_token_ids("config.json", R"({"eos_token_id": )" + value + "}"); });
+        [&] { nn::parse_hf_token_ids("config.json", R"({"eos_token_id": )" + value + "}"); });
   };
   for (const std::string bad : {"\"</s>\"", "1.5", "[1,\"2\"]", "-2", "4294967296", "{}"}) {
     CHECK(error(bad) == "config.json: eos_token_id is " + bad +
@@ -344,11 +344,87 @@ TEST_CASE("huggingface: ids of begin, end and padding are a number, several or n
   }
 }
 
-TEST_CASE("huggingface: a sliding window shorter than the context limits it", "[huggingface]") {
-  const HfModelConfig config = parse_hf_config("config.json", R"({"model_type": "mistral",
-      "vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
-      "intermediate_size": 8, "max_position_embeddings": 64, "sliding_window": 16})");
-  CHECK(std::get<nn::LlamaConfig>(config).context_length == 16);
+/// A config.json of 4 layers of `type` with more keys.
+std::string window_config(const std::string& type, const std::string& rest) {
+  return R"({"model_type": ")" + type + R"(", "vocab_size": 8, "hidden_size": 8,
+      "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 8,
+      "max_position_embeddings": 64, )" +
+         rest + "}";
+}
+
+TEST_CASE("huggingface: a sliding window is the window of its layers, and back", "[huggingface]") {
+  struct Case {
+    std::string type, rest;
+    int64_t window;
+    std::string layers;
+  };
+  for (const Case& c : std::vector<Case>{
+           {"mistral", R"("sliding_window": 16)", 16, "wwww"},
+           {"mistral", R"("sliding_window": 4096)", 4096, "wwww"},
+           {"mistral", R"("use_cache": true)", 4096, "wwww"},  // transformers' default
+           {"mistral", R"("sliding_window": null)", 0, "ffff"},
+           {"qwen2", R"("use_sliding_window": true, "sliding_window": 9, "max_window_layers": 1)",
+            9, "fwww"},
+           {"qwen3", R"("use_sliding_window": true, "sliding_window": 9, "max_window_layers": 0)",
+            9, "wwww"},
+           {"qwen2", R"("use_sliding_window": true, "sliding_window": 9)", 0, "ffff"},
+           {"qwen2", R"("use_sliding_window": true, "sliding_window": 9, "max_window_layers": 4)",
+            0, "ffff"},
+           {"qwen2", R"("use_sliding_window": false, "sliding_window": 9, "max_window_layers": 1)",
+            0, "ffff"},
+           {"qwen3", R"("use_sliding_window": true, "sliding_window": 9, "layer_types":
+               ["sliding_attention", "full_attention", "sliding_attention", "full_attention"])",
+            9, "wfwf"},
+           {"qwen2", R"("use_sliding_window": true, "sliding_window": 9, "layer_types":
+               ["full_attention", "full_attention", "full_attention", "full_attention"])",
+            0, "ffff"}}) {
+    INFO(c.type << " " << c.rest);
+    const auto check = [&](const std::string& text) {
+      const auto config = nn::parse_hf_config("config.json", text).as<nn::LlamaConfig>();
+      CHECK(config.context_length == 64);
+      for (int64_t layer = 0; layer < 4; ++layer) {
+        const bool has_window = c.layers[static_cast<size_t>(layer)] == 'w';
+        CHECK(config.window_of(layer) == (has_window ? c.window : 0));
+      }
+      return config;
+    };
+    const nn::LlamaConfig config = check(window_config(c.type, c.rest));
+    const std::string text = nn::hf_config_json(config, kF32);
+    check(text);
+    const auto json = nlohmann::json::parse(text);
+    const bool is_mistral = c.type == "mistral";
+    CHECK(json["model_type"] == (is_mistral && c.window == 0 ? "llama" : c.type));
+    CHECK(json.contains("sliding_window") == (c.window > 0));
+    CHECK(json.contains("layer_types") == (c.window > 0 && !is_mistral));
+    if (c.layers == "fwww") CHECK(json["max_window_layers"] == 1);
+    CHECK(json.contains("max_window_layers") ==
+          (c.window > 0 && !is_mistral && c.layers != "wfwf"));
+  }
+}
+
+TEST_CASE("huggingface: windows that are out of range are named", "[huggingface]") {
+  const auto error = [](const std::string& type, const std::string& rest) {
+    return error_of([&] { nn::parse_hf_config("config.json", window_config(type, rest)); });
+  };
+  CHECK(error("mistral", R"("sliding_window": 0)") ==
+        "config.json: sliding_window is 0, expected an integer in [1, 2147483647]");
+  const std::string on = R"("use_sliding_window": true, "sliding_window": 4, )";
+  CHECK(error("qwen2", on + R"("max_window_layers": -1)") ==
+        "config.json: max_window_layers is -1, expected an integer in [0, 2147483647]");
+  CHECK(error("qwen2", on + R"("layer_types": ["sliding_attention"])") ==
+        "config.json: layer_types is [\"sliding_attention\"], expected one for each of 4 layers");
+  CHECK(error("qwen3", on + R"("layer_types": ["chunked_attention"])") ==
+        "config.json: layer_types has \"chunked_attention\", expected full_attention or "
+        "sliding_attention");
+  std::string many = window_config("qwen2", on + R"("max_window_layers": 1)");
+  many.replace(many.find("layers\": 4"), 10, "layers\": 2147483647");
+  CHECK(error_of([&] { nn::parse_hf_config("config.json", many); }) ==
+        "config.json: num_hidden_layers is 2147483647, expected at most 65536 beside a window");
+  CHECK(error("qwen2", R"("layer_types": ["sliding_attention"])") ==
+        "config.json: layer_types has \"sliding_attention\", expected \"full_attention\" only");
+  CHECK(error("mistral", R"("sliding_window": 4, "layer_types": ["sliding_attention",
+      "full_attention", "sliding_attention", "full_attention"])")
+            .ends_with("expected \"sliding_attention\" for every layer beside sliding_window"));
 }
 
 TEST_CASE("huggingface: models that transformers has no name for are not exported",
@@ -356,20 +432,30 @@ TEST_CASE("huggingface: models that transformers has no name for are not exporte
   nn::LlamaConfig both;
   both.qk_norm = both.qkv_bias = true;
   CHECK(error_of([&] {
-          hf_config_json(both, kF32);
+          nn::hf_config_json(both, kF32);
         }).starts_with("export: qk_norm and qkv_bias together"));
   nn::LlamaConfig partial;
   partial.rope.interleaved = true;
   CHECK(error_of([&] {
-          hf_config_json(partial, kF32);
+          nn::hf_config_json(partial, kF32);
         }).starts_with("export: interleaved or partial rotary positions"));
   nn::LlamaConfig wide;
   wide.qkv_bias = true, wide.head_width = 7;
-  CHECK(error_of([&] { hf_config_json(wide, kF32); }).starts_with("export: head width 7"));
+  CHECK(error_of([&] { nn::hf_config_json(wide, kF32); }).starts_with("export: head width 7"));
+  nn::LlamaConfig alternating;
+  alternating.window = 8, alternating.window_layers = "wf";
+  CHECK(error_of([&] {
+          nn::hf_config_json(alternating, kF32);
+        }).starts_with("export: window_layers \"wf\", transformers' Mistral has the window in"));
+  nn::LlamaConfig capped;
+  capped.attn_softcap = 50, capped.logit_softcap = 30;
+  CHECK(error_of([&] {
+          nn::hf_config_json(capped, kF32);
+        }).starts_with("export: soft-caps of 50 and 30, transformers' relatives of Llama have"));
   nn::Gpt2Config bare;
   bare.bias = false;
   CHECK(error_of([&] {
-          hf_config_json(bare, kF32);
+          nn::hf_config_json(bare, kF32);
         }).starts_with("export: transformers' GPT-2 always has biases"));
   const TempDir temp;
   CHECK(error_of([&] {
@@ -388,7 +474,7 @@ TEST_CASE("huggingface: an export refuses numbers that its dtype cannot hold", "
                                               {kBF16, 3.4e38f, false},
                                               {kF32, 3.4e38f, true}}) {
     HfWriter writer(temp / fmt::format("{}{}", dtype, value), config, {.dtype = dtype});
-    const HfParameter& p = writer.parameters().back();
+    const nn::HfParameter& p = writer.parameters().back();
     std::vector<float> values(static_cast<size_t>(p.shape.numel()), 0.5f);
     values.back() = value;
     const auto write = [&] { writer.write(p.name, values.data(), p.shape.numel()); };
@@ -408,7 +494,7 @@ TEST_CASE("huggingface: weights that are cut while they are read are named", "[h
   const HfReader reader(dir);
   const auto nbytes = fs::file_size(path);
   fs::resize_file(path, nbytes - 100);
-  for (const HfParameter& p : reader.parameters()) {
+  for (const nn::HfParameter& p : reader.parameters()) {
     std::vector<float> values(static_cast<size_t>(p.shape.numel()));
     CHECK(error_of([&] { reader.read(p.name, 0, p.shape.numel(), values.data()); }) ==
           fmt::format("{}: cut to {} bytes while it was read, expected {} as before", path,
@@ -573,10 +659,6 @@ std::vector<float> values_of(const HfReader& reader, const std::string& name) {
   return values;
 }
 
-bool is_tied(const HfModelConfig& config) {
-  return std::visit([](const auto& c) { return c.tied; }, config);
-}
-
 TEST_CASE("huggingface: configurations as popular models have them are taken without a word",
           "[huggingface]") {
   const std::string sizes = R"("vocab_size": 320, "hidden_size": 64, "intermediate_size": 96,
@@ -675,12 +757,13 @@ TEST_CASE("huggingface: configurations as popular models have them are taken wit
   };
   for (const auto& [name, text] : configs) {
     INFO(name);
-    CHECK(stderr_of([&, &text = text] { CHECK_NOTHROW(parse_hf_config("config.json", text)); }) ==
-          "");
+    CHECK(stderr_of([&, &text = text] {
+            CHECK_NOTHROW(nn::parse_hf_config("config.json", text));
+          }) == "");
   }
   for (const char* arch : {"PhiForCausalLM", "GemmaForCausalLM", "Phi3ForCausalLM"}) {
     CHECK(error_of([&] {
-            parse_hf_config("config.json", other(arch, "phi", "\"a\": 1"));
+            nn::parse_hf_config("config.json", other(arch, "phi", "\"a\": 1"));
           }).find("expected one of") != std::string::npos);
   }
 }
@@ -704,7 +787,7 @@ TEST_CASE("huggingface: keys that change numbers are errors, unknown ones a sing
         R"("rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5})"}) {
     INFO(bad);
     CHECK(stderr_of([&] {
-            CHECK_THROWS_AS(parse_hf_config("config.json", config(bad)), InputError);
+            CHECK_THROWS_AS(nn::parse_hf_config("config.json", config(bad)), InputError);
           }) == "");
   }
   // Off, or what it is anyway.
@@ -714,28 +797,29 @@ TEST_CASE("huggingface: keys that change numbers are errors, unknown ones a sing
         R"("position_embedding_type": "rope")", R"("initializer_factor": 0.5)",
         R"("rope_scaling": {"type": "default", "factor": 1.0})"}) {
     INFO(good);
-    CHECK(stderr_of([&] { parse_hf_config("config.json", config(good)); }) == "");
+    CHECK(stderr_of([&] { nn::parse_hf_config("config.json", config(good)); }) == "");
   }
   const std::string unknown = config(R"("new_thing": 3, "another\u001b": {"a": 1})");
   CHECK(stderr_of([&] {
-          parse_hf_config("one/config.json", unknown);
-          parse_hf_config("one/config.json", unknown);
+          nn::parse_hf_config("one/config.json", unknown);
+          nn::parse_hf_config("one/config.json", unknown);
         }) ==
         "warning: one/config.json: keys that nothing is known of here are ignored: another\\x1b, "
         "new_thing (no warning for those in model.ignore_keys)\n");
   CHECK(stderr_of([&] {
-          parse_hf_config("two/config.json", unknown, {"new_thing", "another\x1b"});
+          nn::parse_hf_config("two/config.json", unknown, {"new_thing", "another\x1b"});
         }) == "");
   // What changes numbers cannot be ignored, inside an object neither.
   for (const char* key : {"quantization_config", "my_scale", "bits", "rope_scaling", "new"}) {
     CHECK_THROWS_AS(
-        parse_hf_config("config.json", config(R"("quantization_config": {"bits": 4})"), {key}),
+        nn::parse_hf_config("config.json", config(R"("quantization_config": {"bits": 4})"), {key}),
         InputError);
-    CHECK_THROWS_AS(parse_hf_config("config.json", config(R"("my_scale": 2)"), {key}), InputError);
+    CHECK_THROWS_AS(nn::parse_hf_config("config.json", config(R"("my_scale": 2)"), {key}),
+                    InputError);
     CHECK_THROWS_AS(
-        parse_hf_config("config.json",
-                        config(R"("rope_scaling": {"type": "linear", "factor": 2, "new": 3})"),
-                        {key}),
+        nn::parse_hf_config("config.json",
+                            config(R"("rope_scaling": {"type": "linear", "factor": 2, "new": 3})"),
+                            {key}),
         InputError);
   }
 }
@@ -768,17 +852,17 @@ TEST_CASE("huggingface: whether the head is tied is decided by its values", "[hu
   head.entry.name = "lm_head.weight";
   tensors.push_back(head);
   write_tensors(path, tensors);
-  CHECK(stderr_of([&] { CHECK(is_tied(HfReader(dir).config())); }) == "");
-  CHECK(is_tied(read_hf_model(dir).config));
+  CHECK(stderr_of([&] { CHECK(HfReader(dir).config().is_tied()); }) == "");
+  CHECK(read_hf_model(dir).config.is_tied());
 
   const float changed = 5;
   std::memcpy(tensors.back().bytes.data(), &changed, sizeof(changed));
   write_tensors(path, tensors);
   CHECK(stderr_of([&] {
           const HfReader reader(dir);
-          CHECK_FALSE(is_tied(reader.config()));
+          CHECK_FALSE(reader.config().is_tied());
           CHECK(values_of(reader, "head.weight")[0] == 5);
-          CHECK_FALSE(is_tied(read_hf_model(dir).config));
+          CHECK_FALSE(read_hf_model(dir).config.is_tied());
         }) == "warning: " + dir +
                   ": tie_word_embeddings is true, but lm_head.weight is not "
                   "transformer.wte.weight: both are used, untied\n");
@@ -787,7 +871,7 @@ TEST_CASE("huggingface: whether the head is tied is decided by its values", "[hu
   write_tensors(path, tensors);
   CHECK(stderr_of([&] {
           const HfReader reader(dir);
-          CHECK(is_tied(reader.config()));
+          CHECK(reader.config().is_tied());
           CHECK(values_of(reader, "embed.weight")[0] == 5);
         }) == dir + ": has no transformer.wte.weight; tied to it, lm_head.weight is both\n");
 }
@@ -829,7 +913,7 @@ TEST_CASE("huggingface: names of wrapped modules are read without the wrapper", 
     const HfReader original(folder("llama2"));
     const std::string line = stderr_of([&] {
       const HfReader reader(dir);
-      for (const HfParameter& p : original.parameters()) {
+      for (const nn::HfParameter& p : original.parameters()) {
         CHECK(values_of(reader, p.name) == values_of(original, p.name));
       }
     });
@@ -888,7 +972,7 @@ TEST_CASE("huggingface: a value that is not finite is named by its tensor", "[hu
     write_tensors(path, tensors);
     CHECK(error_of([&] {
             const HfReader reader(dir);
-            for (const HfParameter& p : reader.parameters()) values_of(reader, p.name);
+            for (const nn::HfParameter& p : reader.parameters()) values_of(reader, p.name);
           }) == path + ": tensor " + tensor + " has a value that is -inf, expected finite ones");
   }
 }

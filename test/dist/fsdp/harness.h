@@ -12,7 +12,7 @@
 #include "dist/comm/world.h"
 #include "dist/fsdp/fully_shard.h"
 #include "dist/fsdp/scaler.h"
-#include "nn/llama.h"
+#include "nn/llama/llama.h"
 
 // A short training of a tiny Llama under FSDP, for tests that compare runs: the same global batches
 // whatever the number of ranks and micro-batches.

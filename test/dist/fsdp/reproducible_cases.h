@@ -3,7 +3,7 @@
 #include <string>
 #include <vector>
 
-#include "nn/gpt2.h"
+#include "nn/gpt2/gpt2.h"
 #include "test/dist/fsdp/harness.h"
 
 // Runs that have the same bits on any power of two of ranks: 8 micro-batches of one sample a step.

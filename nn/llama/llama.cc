@@ -1,9 +1,6 @@
-#include "nn/llama.h"
+#include "nn/llama/llama.h"
 
 #include <cmath>
-
-#include "core/autograd.h"
-#include "core/recompute.h"
 
 namespace tessera::nn {
 namespace {
@@ -42,10 +39,6 @@ LlamaConfig with_defaults(LlamaConfig c) {
   return c;
 }
 
-Init output_init(const LlamaConfig& c) {
-  return Init::normal(0, c.init_stddev / std::sqrt(2.0 * static_cast<double>(c.num_layers)));
-}
-
 AttentionConfig attention_config(const LlamaConfig& c, int64_t layer) {
   AttentionConfig a;
   a.width = c.width;
@@ -58,8 +51,9 @@ AttentionConfig attention_config(const LlamaConfig& c, int64_t layer) {
   a.softcap = c.attn_softcap;
   a.norm_eps = c.norm_eps;
   a.rope = c.rope;
-  a.init = Init::normal(0, c.init_stddev);
-  a.out_init = output_init(c);
+  const MatrixInit init(c.init_stddev, c.num_layers);
+  a.init = init.inside;
+  a.out_init = init.out;
   return a;
 }
 
@@ -68,8 +62,9 @@ MlpConfig mlp_config(const LlamaConfig& c) {
   m.width = c.width;
   m.ffn_width = c.ffn_width;
   m.bias = false;
-  m.init = Init::normal(0, c.init_stddev);
-  m.out_init = output_init(c);
+  const MatrixInit init(c.init_stddev, c.num_layers);
+  m.init = init.inside;
+  m.out_init = init.out;
   return m;
 }
 
@@ -81,40 +76,8 @@ std::vector<int64_t> windows_of(const LlamaConfig& c) {
   return windows;
 }
 
-LlamaBlock::LlamaBlock(const LlamaConfig& config, int64_t layer)
-    : norm1_(this, "norm1", config.width, config.norm_eps),
-      attn_(this, "attn", attention_config(config, layer)),
-      norm2_(this, "norm2", config.width, config.norm_eps),
-      mlp_(this, "mlp", mlp_config(config)) {}
-
-Tensor LlamaBlock::body(const Tensor& x_BTC, const AttentionInput& input) {
-  const ResidualNorm mid = norm2_(attn_(norm1_(x_BTC), input), x_BTC);
-  return mlp_(mid.y, mid.sum);
-}
-
-Tensor LlamaBlock::selective_body(const Tensor& x_BTC, const AttentionInput& input) {
-  const Tensor a_BTC =
-      recompute_output([this](const std::vector<Tensor>& in) { return std::vector{norm1_(in[0])}; },
-                       [&](const std::vector<Tensor>& in) { return attn_(in[0], input); }, {x_BTC});
-  return recompute_output(
-      [this](const std::vector<Tensor>& in) {
-        const ResidualNorm mid = norm2_(in[0], in[1]);
-        return std::vector{mid.y, mid.sum};
-      },
-      [&](const std::vector<Tensor>& in) { return mlp_(in[0], in[1]); }, {a_BTC, x_BTC});
-}
-
-void LlamaBlock::set_recompute(Recompute what) {
-  recompute_ = what;
-  mlp_->set_recompute(what == Recompute::kCheap);
-}
-
-Tensor LlamaBlock::forward(const Tensor& x_BTC, const AttentionInput& input) {
-  if (recompute_ == Recompute::kNothing || !grad_mode()) return body(x_BTC, input);
-  if (recompute_ == Recompute::kCheap) return selective_body(x_BTC, input);
-  return recompute(
-      [this, input](const std::vector<Tensor>& inputs) { return body(inputs[0], input); }, {x_BTC});
-}
+LlamaBlock::LlamaBlock(const LlamaConfig& c, int64_t layer)
+    : PreNormBlock(attention_config(c, layer), mlp_config(c), std::nullopt, c.norm_eps) {}
 
 Llama::Llama(const LlamaConfig& config)
     : config_(with_defaults(config)),
@@ -131,38 +94,18 @@ Llama::Llama(const LlamaConfig& config)
       blocks_(this, "blocks") {
   for (int64_t layer = 0; layer < config_.num_layers; ++layer) blocks_.emplace_back(config_, layer);
   norm_.emplace(this, "norm", config_.width, config_.norm_eps);
-  if (config_.tied) {
-    head_.emplace(this, "head", *embed_, config_.logit_softcap);
-  } else {
-    head_.emplace(this, "head", config_.width, config_.vocab_size,
-                  Init::normal(0, config_.init_stddev), config_.logit_softcap);
-  }
-}
-
-void Llama::set_recompute(const RecomputePolicy& policy) {
-  for (int64_t i = 0; i < blocks_.num_children(); ++i) {
-    blocks_[i]->set_recompute(policy.of(i));
-  }
+  emplace_head(head_, config_.tied, *embed_, Init::normal(0, config_.init_stddev),
+               config_.logit_softcap);
 }
 
 Tensor Llama::forward(const Tensor& ids_BT, const ForwardOptions& options) {
   check_forward(ids_BT, options);
-  const int64_t T = ids_BT.dim(1);
   Tensor positions = options.positions;
-  if (options.cache != nullptr && !positions.is_defined()) {
-    positions = position_range(options.cache->length, T);
-  }
+  if (options.cache != nullptr) positions = positions_of(ids_BT, options);
   // Angles of given positions cost more than the rotation itself: once for all layers.
   Tensor table;
   if (positions.is_defined()) table = rope_table(positions, shape_.head_width, config_.rope);
-  Tensor x_BTC = embed_(ids_BT);
-  for (int64_t i = 0; i < blocks_.num_children(); ++i) {
-    AttentionInput input = attention_input(options, positions, i);
-    input.rope_table = table;
-    x_BTC = blocks_[i](x_BTC, input);
-  }
-  if (options.cache != nullptr) options.cache->length += T;
-  return norm_(x_BTC);
+  return norm_(run_blocks(blocks_, embed_(ids_BT), options, positions, table));
 }
 
 }  // namespace tessera::nn

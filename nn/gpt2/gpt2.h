@@ -1,7 +1,6 @@
 #pragma once
 
-#include "nn/dropout.h"
-#include "nn/mlp.h"
+#include "nn/family.h"
 #include "nn/transformer.h"
 
 // GPT-2 (Radford et al. 2019): learned positions, LayerNorm before each sublayer, GELU.
@@ -19,7 +18,6 @@ struct Gpt2Config {
   int64_t ffn_width = 0;  ///< 0: 4 * width
   bool bias = true;       ///< of the projections and the norms
   bool tied = true;       ///< the head uses the token embedding's weight
-  bool alibi = false;     ///< blocks: linear biases of attention, for models without positions
   double dropout = 0;     ///< after the embeddings and at the end of each sublayer
   float norm_eps = 1e-5f;
   Gelu gelu = Gelu::kTanh;
@@ -27,31 +25,11 @@ struct Gpt2Config {
   /// with it / sqrt(2 * num_layers), biases at zero, norms at one.
   double init_stddev = 0.02;
 };
+const Family& family_of(const Gpt2Config& config);
 
-/// The sizes of a model of such blocks, for messages called `model`.
-/// Errors   ConfigError if sizes are not positive or the heads do not divide the width
-ModelShape gpt2_shape(const Gpt2Config& config, const char* model = "Gpt2");
-
-/// x + attention(norm1(x)), then the same with the Mlp.
-/// Shapes   x [B, T, C] -> [B, T, C]
-class Gpt2Block : public Module {
+class Gpt2Block final : public PreNormBlock<LayerNorm, Mlp> {
  public:
   explicit Gpt2Block(const Gpt2Config& config);
-
-  Tensor forward(const Tensor& x_BTC, const AttentionInput& input = {});
-  void set_recompute(Recompute what);
-
- private:
-  Tensor body(const Tensor& x_BTC, const AttentionInput& input);
-  /// The same bits, without keeping outputs of norms and activations.
-  Tensor selective_body(const Tensor& x_BTC, const AttentionInput& input);
-
-  Child<LayerNorm> norm1_;
-  Child<Attention> attn_;
-  Child<LayerNorm> norm2_;
-  Child<Mlp> mlp_;
-  Child<Dropout> dropout_;
-  Recompute recompute_ = Recompute::kNothing;
 };
 
 /// Names: embed.weight position.weight blocks.N.{norm1,attn.qkv,attn.out,norm2,mlp.up,mlp.down}.*
@@ -63,7 +41,7 @@ class Gpt2 : public LanguageModel {
 
   Tensor forward(const Tensor& ids_BT, const ForwardOptions& options = {}) override;
   const ModelShape& shape() const override { return shape_; }
-  void set_recompute(const RecomputePolicy& policy) override;
+  std::unique_ptr<FamilyConfig> family_config() const override;
   const Gpt2Config& config() const { return config_; }
 
  protected:

@@ -1,9 +1,10 @@
 #pragma once
 
-#include "nn/gpt2.h"
+#include "nn/family.h"
+#include "nn/transformer.h"
 
-// BLOOM (Le Scao et al. 2022): GPT-2's blocks with linear attention biases (ALiBi) instead of
-// positions, and a norm of the embeddings.
+// BLOOM (Le Scao et al. 2022): LayerNorm before each sublayer, GELU, linear attention biases
+// (ALiBi) instead of positions, and a norm of the embeddings.
 //
 // B batch, T time, C model width
 
@@ -18,8 +19,15 @@ struct BloomConfig {
   bool tied = true;    ///< the head uses the token embedding's weight
   double dropout = 0;  ///< at the end of each sublayer
   float norm_eps = 1e-5f;
-  /// As in Gpt2Config.
+  /// Matrices and embeddings start normal with this deviation, the projections that end a sublayer
+  /// with it / sqrt(2 * num_layers), biases at zero, norms at one.
   double init_stddev = 0.02;
+};
+const Family& family_of(const BloomConfig& config);
+
+class BloomBlock final : public PreNormBlock<LayerNorm, Mlp> {
+ public:
+  explicit BloomBlock(const BloomConfig& config);
 };
 
 /// Names: embed.weight embed_norm.* blocks.N.{norm1,attn.qkv,attn.out,norm2,mlp.up,mlp.down}.*
@@ -31,7 +39,7 @@ class Bloom : public LanguageModel {
 
   Tensor forward(const Tensor& ids_BT, const ForwardOptions& options = {}) override;
   const ModelShape& shape() const override { return shape_; }
-  void set_recompute(const RecomputePolicy& policy) override;
+  std::unique_ptr<FamilyConfig> family_config() const override;
   const BloomConfig& config() const { return config_; }
 
  protected:
@@ -42,7 +50,7 @@ class Bloom : public LanguageModel {
   ModelShape shape_;
   Child<Embedding> embed_;
   Child<LayerNorm> embed_norm_;
-  ChildList<Gpt2Block> blocks_;
+  ChildList<BloomBlock> blocks_;
   Child<LayerNorm> norm_;
   Child<LmHead> head_;
 };

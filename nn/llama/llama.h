@@ -1,6 +1,6 @@
 #pragma once
 
-#include "nn/mlp.h"
+#include "nn/family.h"
 #include "nn/transformer.h"
 
 // Llama (Touvron et al. 2023) and its relatives: rotary positions, RmsNorm before each sublayer,
@@ -42,28 +42,14 @@ struct LlamaConfig {
   }
 };
 
+const Family& family_of(const LlamaConfig& config);
+
 /// `window_of` every layer.
 std::vector<int64_t> windows_of(const LlamaConfig& config);
 
-/// x + attention(norm1(x)), then the same with SwiGlu.
-/// Shapes   x [B, T, C] -> [B, T, C]
-class LlamaBlock : public Module {
+class LlamaBlock final : public PreNormBlock<RmsNorm, SwiGlu> {
  public:
   LlamaBlock(const LlamaConfig& config, int64_t layer);
-
-  Tensor forward(const Tensor& x_BTC, const AttentionInput& input = {});
-  void set_recompute(Recompute what);
-
- private:
-  Tensor body(const Tensor& x_BTC, const AttentionInput& input);
-  /// The same bits, without keeping outputs of norms and activations.
-  Tensor selective_body(const Tensor& x_BTC, const AttentionInput& input);
-
-  Child<RmsNorm> norm1_;
-  Child<Attention> attn_;
-  Child<RmsNorm> norm2_;
-  Child<SwiGlu> mlp_;
-  Recompute recompute_ = Recompute::kNothing;
 };
 
 /// Names: embed.weight blocks.N.{norm1,attn.qkv,attn.q_norm,attn.k_norm,attn.out,norm2,mlp.gate_up,
@@ -76,7 +62,7 @@ class Llama : public LanguageModel {
 
   Tensor forward(const Tensor& ids_BT, const ForwardOptions& options = {}) override;
   const ModelShape& shape() const override { return shape_; }
-  void set_recompute(const RecomputePolicy& policy) override;
+  std::unique_ptr<FamilyConfig> family_config() const override;
   const LlamaConfig& config() const { return config_; }
 
  protected:
