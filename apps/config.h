@@ -91,11 +91,18 @@ struct OptimConfig {
   double clip = 1.0, clip_p = 2;
 };
 
-enum class Wrap : unsigned char { kTransformerBlock, kEveryNBlocks, kMinNumParams, kWholeModel };
+enum class Wrap : unsigned char {
+  kTransformerBlock,
+  kEveryNBlocks,
+  kMinNumParams,
+  kClass,
+  kWholeModel
+};
 constexpr auto enum_names(Wrap) {
   return std::to_array<EnumName<Wrap>>({{Wrap::kTransformerBlock, "transformer_block"},
                                         {Wrap::kEveryNBlocks, "every_n_blocks"},
                                         {Wrap::kMinNumParams, "min_num_params"},
+                                        {Wrap::kClass, "class"},
                                         {Wrap::kWholeModel, "whole_model"}});
 }
 struct FsdpConfig {
@@ -104,6 +111,7 @@ struct FsdpConfig {
   Wrap wrap = Wrap::kTransformerBlock;
   int wrap_every = 2;
   int64_t min_num_params = 1000000;
+  std::string wrap_class;  ///< names of classes of modules
   std::string ignored;  ///< patterns of parameters
 };
 /// What `FsdpConfig::options` has not.

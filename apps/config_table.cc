@@ -322,6 +322,11 @@ void add_fsdp(ConfigTable& t, Config& c) {
   t.add("fsdp.min_num_params", c.fsdp.min_num_params, at_least(1),
         "wrap min_num_params: parameters from which a module is a unit")
       .needs(c.fsdp.wrap == Wrap::kMinNumParams, "fsdp.wrap = min_num_params");
+  t.add("fsdp.wrap_class", c.fsdp.wrap_class,
+        "wrap class: classes of modules that are a unit each, as the tree at the start of a run "
+        "names them, such as LlamaBlock or Attention,SwiGlu")
+      .needs(c.fsdp.wrap == Wrap::kClass, "fsdp.wrap = class")
+      .also("transformer_layer_cls_to_wrap");
   t.add("fsdp.sync_every_micro_batch", o.sync_every_micro_batch, "auto",
         "gradient reduction in accumulation: true: over all ranks after each pass; shard: "
         "inside shard groups; false: after the last pass only; auto: by the strategy");

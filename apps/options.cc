@@ -17,14 +17,54 @@
 namespace tessera::apps {
 namespace {
 
-dist::WrapPolicy wrap_policy(const FsdpConfig& config) {
-  switch (config.wrap) {
+/// The names in a list such as "a, b".
+std::vector<std::string> names_in(const std::string& list) {
+  std::vector<std::string> names;
+  std::istringstream words(list);
+  for (std::string name; std::getline(words, name, ',');) {
+    const size_t begin = name.find_first_not_of(' '), end = name.find_last_not_of(' ');
+    if (begin != std::string::npos) name = name.substr(begin, end - begin + 1);
+    names.push_back(std::move(name));
+  }
+  return names;
+}
+
+/// The class that print_tree names where a module says no more of itself.
+std::string class_of(const nn::Module& module) {
+  return module.nn::Module::kind();
+}
+
+dist::WrapPolicy by_class_names(const Config& config, nn::Module& model) {
+  const std::vector<std::string> classes = names_in(config.fsdp.wrap_class);
+  std::set<std::string> found;
+  for (const nn::NamedModule& m : model.named_modules()) {
+    if (!m.name.empty()) found.insert(class_of(*m.module));
+  }
+  if (classes.empty()) {
+    throw ConfigError(fmt::format("{}: fsdp.wrap = class, expected fsdp.wrap_class with some of {}",
+                                  config.origin("fsdp.wrap"), fmt::join(found, ", ")));
+  }
+  for (const std::string& name : classes) {
+    TESSERA_CHECK_AS(ConfigError, found.contains(name),
+                     "{}: fsdp.wrap_class: no module is a {}, expected some of {}",
+                     config.origin("fsdp.wrap_class"), name, fmt::join(found, ", "));
+  }
+  return dist::wrap::by_predicate([classes](const std::string&, nn::Module& module) {
+    return std::find(classes.begin(), classes.end(), class_of(module)) != classes.end();
+  });
+}
+
+dist::WrapPolicy wrap_policy(const Config& config, nn::Module& model) {
+  const FsdpConfig& fsdp = config.fsdp;
+  switch (fsdp.wrap) {
     case Wrap::kTransformerBlock:
       return dist::wrap::transformer_block();
     case Wrap::kEveryNBlocks:
-      return dist::wrap::every_n_blocks(config.wrap_every);
+      return dist::wrap::every_n_blocks(fsdp.wrap_every);
     case Wrap::kMinNumParams:
-      return dist::wrap::min_num_params(config.min_num_params);
+      return dist::wrap::min_num_params(fsdp.min_num_params);
+    case Wrap::kClass:
+      return by_class_names(config, model);
     case Wrap::kWholeModel:
       return dist::wrap::whole_model();
   }
@@ -67,10 +107,7 @@ std::vector<std::string> matching_parameters(const Config& config, std::string_v
   std::vector<std::string> names;
   std::unordered_set<std::string> seen;
   const auto parameters = model.named_parameters();
-  std::istringstream list(patterns);
-  for (std::string pattern; std::getline(list, pattern, ',');) {
-    const size_t begin = pattern.find_first_not_of(' '), end = pattern.find_last_not_of(' ');
-    if (begin != std::string::npos) pattern = pattern.substr(begin, end - begin + 1);
+  for (const std::string& pattern : names_in(patterns)) {
     bool is_found = false;
     for (const nn::NamedParameter& p : parameters) {
       if (!matches_glob(p.name, pattern)) continue;
@@ -107,7 +144,7 @@ dist::FsdpOptions fsdp_options(const Config& config, nn::Module& model) {
   const FsdpConfig& fsdp = config.fsdp;
   dist::FsdpOptions options = fsdp.options;
   options.ignored = matching_parameters(config, "fsdp.ignored", fsdp.ignored, model);
-  options.wrap = wrap_policy(fsdp);
+  options.wrap = wrap_policy(config, model);
   options.precision.param_dtype = config.precision.param_dtype.value_or(kF32);
   options.name_option = option_keys();
   return options;

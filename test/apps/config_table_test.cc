@@ -66,6 +66,7 @@ std::vector<Example> examples() {
       {"fsdp.shard_size", "2", {}, {"--fsdp.strategy=hybrid_shard"}},
       {"fsdp.wrap_every", "3", {}, {"--fsdp.wrap=every_n_blocks"}},
       {"fsdp.min_num_params", "5", {}, {"--fsdp.wrap=min_num_params"}},
+      {"fsdp.wrap_class", "Attention", {}, {"--fsdp.wrap=class"}},
       {"fsdp.prefetch_forward", "2", {"--fsdp.strategy=no_shard"}, {}},
       {"fsdp.prefetch_backward", "2", {"--fsdp.strategy=no_shard"}, {}},
       {"precision.buffer_dtype", "bf16", {}, kBloom},

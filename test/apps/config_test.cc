@@ -87,7 +87,7 @@ TEST_CASE("config: what is wrong is named with key, place and what is allowed", 
       {"[fsdp]\nwrap = true",
        {},
        "f.toml:2: fsdp.wrap = true, expected one of transformer_block, every_n_blocks, "
-       "min_num_params, whole_model"},
+       "min_num_params, class, whole_model"},
       {"[model]\nwidth = 100\nheads = 3",
        {kText},
        "f.toml:2: model.width = 100, expected a multiple of heads = 3"},

@@ -98,6 +98,23 @@ TEST_CASE("options: every value of fsdp.wrap makes other units", "[options]") {
   CHECK(large.size() > 1);
   CHECK(small.size() > large.size());
   CHECK(units_of({"--fsdp.wrap=min_num_params", "--fsdp.min_num_params=1000000"}) == Names{"root"});
+  CHECK(units_of({"--fsdp.wrap=class", "--fsdp.wrap_class=LlamaBlock"}) == blocks);
+  const auto parts = units_of({"--fsdp.wrap=class", "--fsdp.wrap_class=Attention, SwiGlu"});
+  CHECK(std::count(parts.begin(), parts.end(), "blocks.2.attn") == 1);
+  CHECK(std::count(parts.begin(), parts.end(), "blocks.2.mlp") == 1);
+}
+
+TEST_CASE("options: a class of fsdp.wrap_class that no module has is named", "[options]") {
+  CHECK(
+      error_of([] {
+        units_of({"--fsdp.wrap=class", "--fsdp.wrap_class=Attention,BertBlok"});
+      })
+          .starts_with(
+              "command line: fsdp.wrap_class: no module is a BertBlok, expected some of Attention, "
+              "Embedding, Linear, LlamaBlock, LmHead, ModuleList, RmsNorm, SwiGlu"));
+  CHECK(error_of([] {
+          units_of({"--fsdp.wrap=class"});
+        }).starts_with("command line: fsdp.wrap = class, expected fsdp.wrap_class with some of "));
 }
 
 TEST_CASE("options: what an out-of-memory error advises is said in keys", "[options]") {

@@ -443,6 +443,8 @@ ROWS = [
         {"fsdp.wrap": "every_n_blocks", "model.layers": 6}, ranks=2),
     Row("fsdp.min_num_params", 100, both(other_tasks("all_gather"), other_tree),
         {"fsdp.wrap": "min_num_params"}, ranks=2),
+    Row("fsdp.wrap_class", "Attention,SwiGlu", both(other_tasks("all_gather"), other_tree),
+        {"fsdp.wrap": "class", "fsdp.wrap_class": "LlamaBlock"}, ranks=2),
     Row("fsdp.sync_every_micro_batch", "false", both(reduces(2), lambda a, b: reduces(6)(b, a)),
         {"train.grad_accum_steps": 3}, ranks=2),
     # A quarter of the group's part stays on each rank: copied once a step and unit, in a buffer.
