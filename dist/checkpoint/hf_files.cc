@@ -118,6 +118,15 @@ std::string unwrapped(std::string_view name, std::set<std::string, std::less<>>&
   return rest;
 }
 
+/// What transformers once called the parameters of a LayerNorm, and still reads.
+void rename_norm(std::string& name) {
+  for (const auto& [old, now] :
+       {std::pair<std::string_view, std::string_view>{"LayerNorm.gamma", "LayerNorm.weight"},
+        {"LayerNorm.beta", "LayerNorm.bias"}}) {
+    if (name.ends_with(old)) name.replace(name.size() - old.size(), old.size(), now);
+  }
+}
+
 bool is_of_adapter(std::string_view name) {
   for (const std::string_view part : {".lora_A.", ".lora_B.", ".lora_embedding_", ".base_layer."}) {
     if (name.find(part) != std::string_view::npos) return true;
@@ -192,6 +201,7 @@ void HfFiles::add_file(const std::string& name) {
     if (!full.starts_with(names_.prefix) && !full.starts_with(names_.head_prefix)) {
       full = std::string(names_.prefix) + full;
     }
+    rename_norm(full);
     if (!tensors_.emplace(full, Place{&file, &entry}).second) {
       throw InputError(
           fmt::format("{}/{}: tensor {} comes twice", dir_, name, shorten(entry.name)));
