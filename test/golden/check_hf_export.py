@@ -13,20 +13,23 @@ import shutil
 import sys
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 HERE = pathlib.Path(__file__).parent / "hf"
 
 for golden in sorted(HERE.iterdir()):
     expected = json.loads((golden / "logits.json").read_text())
-    model, info = AutoModelForCausalLM.from_pretrained(
+    original = AutoConfig.from_pretrained(golden)
+    is_masked = original.architectures[0].endswith("MaskedLM")
+    kind = AutoModelForMaskedLM if is_masked else AutoModelForCausalLM
+    model, info = kind.from_pretrained(
         pathlib.Path(sys.argv[1]) / golden.name, dtype=torch.float32, output_loading_info=True)
     problems = {k: v for k, v in info.items() if v}
     with torch.no_grad():
-        logits = model.eval()(torch.tensor(expected["ids"])).logits
+        types = {"token_type_ids": torch.tensor(expected["token_types"])} if is_masked else {}
+        logits = model.eval()(torch.tensor(expected["ids"]), **types).logits
     error = (logits.flatten() - torch.tensor(expected["logits"])).abs().max().item()
     ids = ("bos_token_id", "eos_token_id", "pad_token_id")
-    original = AutoConfig.from_pretrained(golden)
     other = [key for key in ids if getattr(model.config, key) != getattr(original, key)]
     problems |= {"other ids": other} if other else {}
     print(f"{golden.name}: {type(model).__name__}, largest difference {error:.1e} {problems or ''}")

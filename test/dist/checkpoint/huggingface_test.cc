@@ -11,6 +11,7 @@
 
 #include "core/autograd.h"
 #include "dist/comm/local.h"
+#include "nn/bert/bert.h"
 #include "test/golden/golden.h"
 #include "test/stderr_of.h"
 #include "test/temp_dir.h"
@@ -28,28 +29,43 @@ using testing::TempDir;
 namespace fs = std::filesystem;
 
 constexpr double kTolerance = 1e-5;  // of logits, f32
-const char* const kFamilies[] = {"gpt2",  "llama2",       "llama3", "mistral", "mistral_window",
-                                 "qwen2", "qwen2_window", "qwen3",  "bloom"};
+const char* const kFamilies[] = {"gpt2",           "llama2", "llama3",       "mistral",
+                                 "mistral_window", "qwen2",  "qwen2_window", "qwen3",
+                                 "bloom",          "bert",   "roberta"};
+
+/// Of a model that is on each rank.
+FsdpOptions whole() {
+  FsdpOptions options;
+  options.strategy = Strategy::kNoShard;
+  return options;
+}
 
 std::string folder(const std::string& family) {
   return testing::golden_dir() + "/hf/" + family;
 }
 
+/// The integers of rows of the same length.
+Tensor rows_of(const nlohmann::json& rows) {
+  std::vector<int32_t> values;
+  for (const auto& row : rows) {
+    for (const auto& value : row) values.push_back(value);
+  }
+  const auto num_rows = static_cast<int64_t>(rows.size());
+  return from_values(std::span<const int32_t>(values),
+                     {num_rows, static_cast<int64_t>(values.size()) / num_rows});
+}
+
 struct Logits {
   Tensor ids_BT;
   std::vector<double> values;
+  nn::ForwardOptions options = {};
 };
 
 Logits golden_logits(const std::string& family) {
   const auto object = nlohmann::json::parse(read_file(folder(family) + "/logits.json"));
-  std::vector<int32_t> ids;
-  for (const auto& row : object["ids"]) {
-    for (const auto& id : row) ids.push_back(id);
-  }
-  const auto num_rows = static_cast<int64_t>(object["ids"].size());
-  return {from_values(std::span<const int32_t>(ids),
-                      {num_rows, static_cast<int64_t>(ids.size()) / num_rows}),
-          object["logits"]};
+  Logits golden{rows_of(object["ids"]), object["logits"]};
+  if (object.contains("token_types")) golden.options.token_types = rows_of(object["token_types"]);
+  return golden;
 }
 
 /// A model under FSDP with the values of a directory.
@@ -64,9 +80,9 @@ struct Loaded {
     load_hf(reader, *fsdp, *model);
     model->reset_buffers();
   }
-  std::vector<double> logits(const Tensor& ids_BT) {
+  std::vector<double> logits(const Logits& golden) {
     const NoGrad no_grad;
-    std::vector<double> values = model->logits(ids_BT).to_vector();
+    std::vector<double> values = model->logits(golden.ids_BT, golden.options).to_vector();
     fsdp->end_forward();
     return values;
   }
@@ -105,10 +121,80 @@ TEST_CASE("huggingface: every family gives transformers' logits, on any number o
       run_ranks(world_size, [&](World& world) {
         Loaded loaded(folder(family), world);
         const Logits golden = golden_logits(family);
-        check_close(loaded.logits(golden.ids_BT), golden.values, kTolerance, family);
+        check_close(loaded.logits(golden), golden.values, kTolerance, family);
       });
     }
   }
+}
+
+// The gradients are a model of their own, grads/, whose tensors have the names of what they belong
+// to.
+TEST_CASE("huggingface: encoders give transformers' loss and gradients of masked tokens",
+          "[huggingface]") {
+  for (const char* family : {"bert", "roberta"}) {
+    INFO(family);
+    const auto object = nlohmann::json::parse(read_file(folder(family) + "/logits.json"));
+    const Logits golden = golden_logits(family);
+    run_ranks(1, [&](World& world) {
+      Loaded loaded(folder(family), world, whole());
+      const Tensor targets_BT = rows_of(object["targets"]);
+      const LossSum loss = loaded.model->loss(golden.ids_BT, targets_BT, golden.options);
+      const double count = loss.count.item();
+      CHECK(std::abs(loss.sum.item() / count - object["loss"].get<double>()) < kTolerance);
+      backward(loss.sum, full({}, 1 / count));
+      loaded.fsdp->clip_grad_norm(0);
+      const HfReader gradients(folder(family) + "/grads");
+      int64_t num_checked = 0;
+      loaded.fsdp->for_each_full(
+          Fsdp::State::kGradient, [&](const std::string& name, const Tensor& full) {
+            std::vector<float> expected(static_cast<size_t>(full.numel()));
+            gradients.read(name, 0, full.numel(), expected.data());
+            check_close(full.to_vector(), std::vector<double>(expected.begin(), expected.end()),
+                        kTolerance, name.c_str());
+            ++num_checked;
+          });
+      CHECK(num_checked == std::ssize(gradients.parameters()));
+      loaded.fsdp->end_step();
+    });
+  }
+}
+
+TEST_CASE("huggingface: a BertModel gives transformers' hidden states and pooled ones",
+          "[huggingface]") {
+  const std::string dir = testing::golden_dir() + "/hf_hidden/bert_model";
+  const auto object = nlohmann::json::parse(read_file(dir + "/hidden.json"));
+  run_ranks(1, [&](World& world) {
+    const TempDir temp;
+    const std::string out = temp.path() + "/out";
+    {
+      Loaded loaded(dir, world);
+      export_hf(out, *loaded.model, *loaded.fsdp, world);
+    }
+    const auto exported = nlohmann::json::parse(read_file(out + "/config.json"));
+    CHECK(exported["architectures"] == nlohmann::json({"BertModel"}));
+    for (const std::string& from : {dir, out}) {
+      Loaded loaded(from, world, whole());
+      const NoGrad no_grad;
+      nn::ForwardOptions options;
+      options.token_types = rows_of(object["token_types"]);
+      auto& bert = dynamic_cast<nn::Bert&>(*loaded.model);
+      // One call, so that the pooler is gathered with the rest.
+      std::vector<double> hidden, pooled;
+      nn::run(
+          bert,
+          [&](nn::Bert& model, const Tensor& ids) {
+            const Tensor states_BTC = model.forward(ids, options);
+            hidden = states_BTC.to_vector();
+            const Tensor out_BC = model.pooled(states_BTC);
+            pooled = out_BC.to_vector();
+            return out_BC;
+          },
+          rows_of(object["ids"]));
+      loaded.fsdp->end_forward();
+      check_close(hidden, object["hidden"].get<std::vector<double>>(), kTolerance, "hidden");
+      check_close(pooled, object["pooled"].get<std::vector<double>>(), kTolerance, "pooled");
+    }
+  });
 }
 
 TEST_CASE("huggingface: what is exported is imported bit by bit, under another sharding",
@@ -205,6 +291,24 @@ TEST_CASE("huggingface: exports of all families into a folder", "[.hf-export]") 
   }
 }
 
+// For check_minilm.py: TESSERA_HIDDEN has a model and ids.json, the ids of texts; hidden.json becomes
+// the last hidden states of each.
+TEST_CASE("huggingface: hidden states of texts into a folder", "[.hf-hidden]") {
+  const char* const dir = std::getenv("TESSERA_HIDDEN");
+  REQUIRE(dir != nullptr);
+  const auto texts = nlohmann::json::parse(read_file(std::string(dir) + "/ids.json"));
+  run_ranks(1, [&](World& world) {
+    Loaded loaded(dir, world, whole());
+    const NoGrad no_grad;
+    nlohmann::json all = nlohmann::json::array();
+    for (const auto& ids : texts) {
+      all.push_back(nn::call(*loaded.model, rows_of(nlohmann::json::array({ids}))).to_vector());
+      loaded.fsdp->end_forward();
+    }
+    std::ofstream(std::string(dir) + "/hidden.json") << all;
+  });
+}
+
 TEST_CASE("huggingface: a rank holds its shards and a buffer, not the model", "[huggingface]") {
   const TempDir temp;
   nn::LlamaConfig config;
@@ -243,7 +347,8 @@ TEST_CASE("huggingface: configs that are not supported are named", "[huggingface
   CHECK(error("[]").starts_with("config.json: "));
   CHECK(error("{}") ==
         "config.json: architecture missing, expected one of LlamaForCausalLM, MistralForCausalLM, "
-        "Qwen2ForCausalLM, Qwen3ForCausalLM, GPT2LMHeadModel, BloomForCausalLM");
+        "Qwen2ForCausalLM, Qwen3ForCausalLM, GPT2LMHeadModel, BloomForCausalLM, BertForMaskedLM, "
+        "BertModel and 1 more");
   CHECK(error(R"({"architectures": ["GemmaForCausalLM"]})")
             .starts_with("config.json: architecture GemmaForCausalLM, expected one of"));
   const std::string gpt2 = R"("model_type": "gpt2", "vocab_size": 8, "n_positions": 4, "n_embd": 4,
@@ -841,6 +946,18 @@ TEST_CASE("huggingface: links inside the repository's folder are followed", "[hu
     const std::string name = reader.parameters().back().name;
     CHECK(values_of(reader, name) == values_of(original, name));
   }
+}
+
+TEST_CASE("huggingface: norms by the names that they once had are read", "[huggingface]") {
+  const TempDir temp;
+  const std::string dir = copy_of("bert", temp), file = dir + "/model.safetensors";
+  // Spaces keep the length of the header.
+  replace_in(file, "embeddings.LayerNorm.weight\"", "embeddings.LayerNorm.gamma\" ");
+  replace_in(file, "embeddings.LayerNorm.bias\"", "embeddings.LayerNorm.beta\"");
+  CHECK(values_of(HfReader(dir), "embed_norm.weight") ==
+        values_of(HfReader(folder("bert")), "embed_norm.weight"));
+  CHECK(values_of(HfReader(dir), "embed_norm.bias") ==
+        values_of(HfReader(folder("bert")), "embed_norm.bias"));
 }
 
 TEST_CASE("huggingface: whether the head is tied is decided by its values", "[huggingface]") {
