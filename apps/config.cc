@@ -111,7 +111,17 @@ void check_data(const Config& config) {
     fail_at(config, "data.restart_positions",
             "data.restart_positions = true, expected data.separator to be set");
   }
+  const bool is_causal = config.model.selected().family().is_causal;
+  if (is_causal == (d.mask_token >= 0)) {
+    fail_at(config, "data.mask_token", "data.mask_token = {}, expected {} for kind {}, which {}",
+            d.mask_token, is_causal ? "-1" : "the id of the mask token", config.model.kind,
+            is_causal ? "predicts the next token" : "predicts masked tokens");
+  }
   if (config.sample.options.num_tokens == 0) return;
+  if (!is_causal) {
+    fail_at(config, "sample.tokens", "sample.tokens = {}, expected 0 for kind {}, which {}",
+            config.sample.options.num_tokens, config.model.kind, "cannot continue a text");
+  }
   if (!d.tokens.empty()) {
     fail_at(config, "sample.tokens",
             "sample.tokens = {} with data.tokens, expected 0 or data.text, which has a tokenizer",

@@ -62,6 +62,8 @@ struct DataConfig {
   ValSplit val_split = ValSplit::kTail;
   int64_t separator = -1;
   bool restart_positions = false;
+  int64_t mask_token = -1;
+  double mask_probability = 0.15;
 };
 struct TrainConfig {
   int64_t steps = 1000, micro_batch = 8, grad_accum_steps = 1, global_batch = 0, seed = 1;
@@ -112,7 +114,7 @@ struct FsdpConfig {
   int wrap_every = 2;
   int64_t min_num_params = 1000000;
   std::string wrap_class;  ///< names of classes of modules
-  std::string ignored;  ///< patterns of parameters
+  std::string ignored;     ///< patterns of parameters
 };
 /// What `FsdpConfig::options` has not.
 struct PrecisionConfig {

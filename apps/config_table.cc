@@ -186,6 +186,17 @@ void add_data(ConfigTable& t, Config& c) {
       .on_resume(ResumeKind::kIdentity)
       .needs(!c.model.selected().family().has_alibi,
              "a model with positions; one with ALiBi has none");
+  t.add("data.mask_token", d.mask_token, {-1, 2147483647},
+        "id of the mask token, for encoders, which predict masked tokens; -1: the next token is "
+        "predicted")
+      .on_resume(ResumeKind::kIdentity)
+      .also("mask_token_id");
+  t.add("data.mask_probability", d.mask_probability, {0, 1, true, false},
+        "share of a sample's tokens that are predicted; of these 80 % become data.mask_token, 10 % "
+        "any token, 10 % stay")
+      .on_resume(ResumeKind::kIdentity)
+      .needs(d.mask_token >= 0, "data.mask_token >= 0")
+      .also("mlm_probability");
 }
 
 void add_train(ConfigTable& t, Config& c, bool is_cuda) {
@@ -324,7 +335,7 @@ void add_fsdp(ConfigTable& t, Config& c) {
       .needs(c.fsdp.wrap == Wrap::kMinNumParams, "fsdp.wrap = min_num_params");
   t.add("fsdp.wrap_class", c.fsdp.wrap_class,
         "wrap class: classes of modules that are a unit each, as the tree at the start of a run "
-        "names them, such as LlamaBlock or Attention,SwiGlu")
+        "names them, such as Attention,SwiGlu")
       .needs(c.fsdp.wrap == Wrap::kClass, "fsdp.wrap = class")
       .also("transformer_layer_cls_to_wrap");
   t.add("fsdp.sync_every_micro_batch", o.sync_every_micro_batch, "auto",

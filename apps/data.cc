@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstring>
 
 #include "core/text.h"
@@ -191,26 +192,56 @@ Batch make_batch(int64_t B, const SampleOptions& options) {
 }
 
 /// Row `row` from the tokens at `begin`, as many as there are.
+/// What is drawn of a row, by its sample alone.
+PhiloxKey mask_key(const SampleOptions& options, std::string_view stream, int64_t sample) {
+  return make_key(options.seed, hash_name(stream) + static_cast<uint64_t>(sample));
+}
+
+/// Chooses the targets of the `length` inputs at `offset`, and hides most of them.
+void mask_row(Batch& batch, size_t offset, int64_t length, const SampleOptions& options,
+              PhiloxKey key) {
+  constexpr uint32_t kDraws = 16;  // counters beyond those of the permutation
+  constexpr double kReplaced = 0.8, kRandom = 0.9;
+  const Permutation order(length, key);
+  const int64_t count = num_masked(length, options.mask_probability);
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t t = order(i);
+    const auto drawn = philox(key, kDraws, static_cast<uint64_t>(t));
+    int32_t& input = batch.inputs[offset + static_cast<size_t>(t)];
+    batch.targets[offset + static_cast<size_t>(t)] = input;
+    const double u = static_cast<double>(drawn[0]) * 0x1p-32;
+    if (u < kReplaced) {
+      input = static_cast<int32_t>(options.mask_token);
+    } else if (u < kRandom) {
+      input = static_cast<int32_t>(drawn[1] % static_cast<uint64_t>(options.vocab_size));
+    }
+  }
+  batch.num_valid += count;
+}
+
 void fill_row(Batch& batch, int64_t row, const TokenArray& shard, int64_t begin,
-              const SampleOptions& options) {
+              const SampleOptions& options, PhiloxKey masks) {
   const size_t offset = static_cast<size_t>(row * batch.T);
   const int64_t length = std::min(batch.T, shard.num_tokens() - 1 - begin);
+  const bool is_masked = options.mask_token >= 0;
   int32_t next = checked_id(shard, begin, options.vocab_size);
   for (int64_t t = 0; t < length; ++t) {
     batch.inputs[offset + static_cast<size_t>(t)] = next;
     next = checked_id(shard, begin + t + 1, options.vocab_size);
-    batch.targets[offset + static_cast<size_t>(t)] = next;
+    if (!is_masked) batch.targets[offset + static_cast<size_t>(t)] = next;
   }
   shard.check();
-  batch.num_valid += length;
-  if (options.separator < 0) return;
-  int32_t start = 0;
-  for (int64_t t = 0; t < batch.T; ++t) {
-    const size_t i = offset + static_cast<size_t>(t);
-    if (batch.inputs[i] == options.separator && t < length) start = static_cast<int32_t>(t);
-    batch.document_starts[i] = start;
-    if (options.restart_positions) batch.positions[i] = static_cast<int32_t>(t) - start;
+  if (!is_masked) batch.num_valid += length;
+  if (options.separator >= 0) {
+    int32_t start = 0;
+    for (int64_t t = 0; t < batch.T; ++t) {
+      const size_t i = offset + static_cast<size_t>(t);
+      if (batch.inputs[i] == options.separator && t < length) start = static_cast<int32_t>(t);
+      batch.document_starts[i] = start;
+      if (options.restart_positions) batch.positions[i] = static_cast<int32_t>(t) - start;
+    }
   }
+  if (is_masked) mask_row(batch, offset, length, options, masks);
 }
 
 }  // namespace
@@ -352,7 +383,18 @@ Data load_data(const Config& config) {
     throw ConfigError(fmt::format("{}: model.vocab = {}, expected at least the tokenizer's {}",
                                   config.origin("model.vocab"), data.vocab_size, own));
   }
+  if (config.data.mask_token >= data.vocab_size) {
+    throw ConfigError(fmt::format("{}: data.mask_token = {}, expected an id below model.vocab = {}",
+                                  config.origin("data.mask_token"), config.data.mask_token,
+                                  data.vocab_size));
+  }
   return data;
+}
+
+int64_t num_masked(int64_t length, double probability) {
+  const auto rounded =
+      static_cast<int64_t>(std::llround(static_cast<double>(length) * probability));
+  return std::clamp<int64_t>(rounded, 1, length);
 }
 
 TrainSamples::TrainSamples(Corpus corpus, const SampleOptions& options)
@@ -389,7 +431,7 @@ Batch TrainSamples::batch(int64_t first_global_sample, int64_t B) const {
     const int64_t shift =
         epoch == 0 ? 0 : static_cast<int64_t>(drawn % static_cast<uint64_t>(spare + 1));
     fill_row(batch, row, shard, (window - first_sample_[index]) * options_.context + shift,
-             options_);
+             options_, mask_key(options_, "data masks", first_global_sample + row));
   }
   return batch;
 }
@@ -407,7 +449,8 @@ Batch EvalSamples::batch(int64_t first_sample, int64_t B) const {
   for (int64_t row = 0; row < B && first_sample + row < num_samples(); ++row) {
     const size_t index = shard_of(first_sample_, first_sample + row);
     const int64_t window = first_sample + row - first_sample_[index];
-    fill_row(batch, row, corpus_.shards[index], window * options_.context, options_);
+    fill_row(batch, row, corpus_.shards[index], window * options_.context, options_,
+             mask_key(options_, "validation masks", first_sample + row));
   }
   return batch;
 }

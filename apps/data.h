@@ -14,6 +14,10 @@
 // Training data. Text or token shards become arrays of token ids; a sample is a window of `context`
 // inputs with the token after each as its target. Which tokens a sample has depends on (seed,
 // global sample index) only, so ranks, accumulation and a resumed run do not change it.
+//
+// Masked language modelling (Devlin et al. 2019, arXiv:1810.04805): of each sample num_masked tokens,
+// drawn by (seed, global sample index), are the targets; as inputs 80 % of them are the mask token,
+// 10 % any token, 10 % stay as they are.
 
 namespace tessera::apps {
 
@@ -97,7 +101,13 @@ struct SampleOptions {
   uint64_t seed = 0;
   int64_t separator = -1;  ///< ends a document (as a target) and begins the next (as an input)
   bool restart_positions = false;
+  int64_t mask_token = -1;         ///< what masked tokens become; -1: the next token is the target
+  double mask_probability = 0.15;  ///< share of a row's tokens that are predicted
 };
+
+/// Targets of a row of `length` tokens whose masked ones are predicted: the rounded share, at least
+/// one.
+int64_t num_masked(int64_t length, double probability);
 
 /// Shuffled windows for training. Sample g of the run is window P(g mod n) of epoch g / n, where n
 /// is the number of windows and P a permutation of its own for each epoch, so that each window

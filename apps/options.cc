@@ -1,8 +1,11 @@
 #include "apps/options.h"
 
+#include <fmt/ranges.h>
+
 #include <algorithm>
 #include <functional>
 #include <map>
+#include <set>
 #include <sstream>
 #include <unordered_set>
 
@@ -207,6 +210,8 @@ SampleOptions sample_options(const Config& config, int64_t vocab_size) {
   options.seed = static_cast<uint64_t>(config.train.seed);
   options.separator = config.data.separator;
   options.restart_positions = config.data.restart_positions;
+  options.mask_token = config.data.mask_token;
+  options.mask_probability = config.data.mask_probability;
   return options;
 }
 

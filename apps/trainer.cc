@@ -154,6 +154,7 @@ class Trainer {
   std::optional<EvalSamples> eval_samples_;
   std::optional<TokenCheck> token_check_;  // over before the first save or evaluation
   int64_t grad_accum_steps_ = 1, samples_per_step_ = 1, tokens_per_step_ = 1;
+  int64_t targets_per_step_ = 1;  // that are predicted
   std::unique_ptr<nn::LanguageModel> model_;
   std::unique_ptr<dist::Fsdp> fsdp_;
   std::unique_ptr<optim::Optimizer> optimizer_;
@@ -354,6 +355,10 @@ void Trainer::count_batches() {
         config_.origin("train.grad_accum_steps"), grad_accum_steps_, t.micro_batch,
         config_.model.context, world_.world_size()));
   }
+  targets_per_step_ =
+      config_.data.mask_token < 0
+          ? tokens_per_step_
+          : samples_per_step_ * num_masked(config_.model.context, config_.data.mask_probability);
   if (samples_->num_samples() < samples_per_step_) {
     throw InputError(fmt::format(
         "data: {} tokens to train on give {} samples of model.context = {}, expected at least one "
@@ -442,7 +447,7 @@ PendingStep Trainer::submit_step(int64_t step) {
   pending.first_sample = next_sample_;
   const int64_t B = config_.train.micro_batch;
   // The mean over the step's targets of all ranks: folded in where the gradient starts.
-  const Tensor grad_scale = scaler_->grad_scale(1.0 / static_cast<double>(tokens_per_step_));
+  const Tensor grad_scale = scaler_->grad_scale(1.0 / static_cast<double>(targets_per_step_));
   for (int64_t pass = 0; pass < grad_accum_steps_; ++pass) {
     const int64_t offset = (pass * world_.world_size() + world_.rank()) * B;
     random_state() = {.seed = static_cast<uint64_t>(config_.train.seed),
@@ -464,7 +469,7 @@ PendingStep Trainer::submit_step(int64_t step) {
   include_loss(clip, loss_sum);
   Tensor skip = clip.found_inf;
   if (guard_.is_on()) {
-    const double loss = pending.loss_sum.item() / static_cast<double>(tokens_per_step_);
+    const double loss = pending.loss_sum.item() / static_cast<double>(targets_per_step_);
     if (guard_.is_spike(loss)) {
       pending.spike = guard_.score(loss);
       skip = full({}, 1, kU8);
@@ -492,7 +497,7 @@ StepMetrics Trainer::finish_step(const PendingStep& pending) {
   StepMetrics m;
   m.step = pending.step;
   m.lr = pending.lr;
-  m.loss = pending.loss_sum.item() / static_cast<double>(tokens_per_step_);
+  m.loss = pending.loss_sum.item() / static_cast<double>(targets_per_step_);
   m.grad_norm = pending.grad_norm.item();
   m.tokens = (pending.first_sample + samples_per_step_) * config_.model.context;
   if (pending.exposed != nullptr) {

@@ -70,6 +70,10 @@ int32_t sample_token(std::span<const double> logits, const SamplingOptions& opti
 std::vector<int32_t> generate(LanguageModel& model, std::span<const int32_t> prompt,
                               const GenerateOptions& options) {
   TESSERA_CHECK(!prompt.empty(), "generate: the prompt has no token");
+  TESSERA_CHECK_AS(
+      ConfigError, model.shape().is_causal,
+      "generate: {} predicts masked tokens, expected a model that predicts the next one",
+      model.kind());
   NoGrad no_grad;
   Evaluation evaluation(model);
   const size_t context = static_cast<size_t>(model.shape().context_length);

@@ -34,6 +34,7 @@ int32_t sample_token(std::span<const double> logits, const SamplingOptions& opti
 /// starts over with its last half (at least one token), so that the text may be of any length.
 /// Reads each token on the host, which waits for the current stream.
 /// Under sharding all ranks call it together with the same arguments and get the same tokens.
+/// Errors   Error for an empty prompt; ConfigError for a model that is not causal
 std::vector<int32_t> generate(LanguageModel& model, std::span<const int32_t> prompt,
                               const GenerateOptions& options = {});
 

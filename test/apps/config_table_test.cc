@@ -24,7 +24,8 @@ const std::vector<std::string> kGpt2 = {"--model.kind=gpt2"}, kBloom = {"--model
                                kBf16 = {"--precision.param_dtype=bf16"},
                                kLlama3 = {"--model.rope_scaling=llama3"},
                                kSample = {"--sample.tokens=5"}, kSgd = {"--optim.name=sgd"},
-                               kSkip = {"--guard.spike=skip"};
+                               kSkip = {"--guard.spike=skip"},
+                               kMasked = {"--model.kind=bert", "--data.mask_token=3"};
 
 std::vector<Example> examples() {
   return {
@@ -43,6 +44,7 @@ std::vector<Example> examples() {
        {"--data.text=", "--data.tokens=y", "--data.val_tokens=z", "--model.vocab=9"},
        {}},
       {"data.val_split", "interleave", {"--data.val_fraction=0"}, {}},
+      {"data.mask_probability", "0.2", {}, kMasked},
       {"data.restart_positions",
        "true",
        {"--model.kind=bloom", "--data.separator=1"},

@@ -2,6 +2,7 @@
 
 #include <cstring>
 #include <filesystem>
+#include <map>
 #include <set>
 
 #include "test/temp_dir.h"
@@ -174,6 +175,77 @@ TEST_CASE("data: separators give documents of their own and positions that resta
   CHECK(EvalSamples(corpus, o).batch(0, 1).positions ==
         std::vector<int32_t>{0, 1, 0, 1, 0, 0, 1, 2});
   CHECK(EvalSamples(corpus, options(8)).batch(0, 1).document_starts.empty());
+}
+
+TEST_CASE("data: masked tokens are the targets, drawn by seed and sample alone", "[data]") {
+  constexpr int32_t kMask = 5000, kVocab = 5001;
+  SampleOptions o = options(20);
+  o.vocab_size = kVocab;
+  o.mask_token = kMask;
+  o.mask_probability = 0.15;
+  const Corpus corpus = counting({4000});
+  const TrainSamples samples(corpus, o), plain(corpus, options(20));
+  CHECK(num_masked(20, 0.15) == 3);
+  CHECK(num_masked(20, 0.001) == 1);
+  CHECK(num_masked(3, 1) == 3);
+  const int64_t num_rows = samples.num_samples();
+  const Batch all = samples.batch(0, num_rows), tokens = plain.batch(0, num_rows);
+  CHECK(all.num_valid == num_rows * 3);
+  int64_t num_targets = 0, num_hidden = 0, num_kept = 0;
+  std::set<int32_t> random;
+  std::map<int64_t, int64_t> per_row, per_position;
+  for (size_t i = 0; i < all.inputs.size(); ++i) {
+    if (all.targets[i] == kIgnoredTarget) {
+      CHECK(all.inputs[i] == tokens.inputs[i]);
+      continue;
+    }
+    CHECK(all.targets[i] == tokens.inputs[i]);
+    ++num_targets;
+    ++per_row[static_cast<int64_t>(i) / 20];
+    ++per_position[static_cast<int64_t>(i) % 20];
+    if (all.inputs[i] == kMask) {
+      ++num_hidden;
+    } else if (all.inputs[i] == tokens.inputs[i]) {
+      ++num_kept;
+    } else {
+      random.insert(all.inputs[i]);
+      CHECK(all.inputs[i] < kVocab);
+    }
+  }
+  for (const auto& [row, count] : per_row) CHECK(count == 3);
+  CHECK(std::ssize(per_row) == num_rows);
+  CHECK(std::ssize(per_position) == 20);
+  CHECK(num_targets == 3 * num_rows);  // 597: shares of 0.8, 0.1, 0.1 within 5 deviations
+  CHECK(std::abs(num_hidden - 0.8 * static_cast<double>(num_targets)) < 50);
+  CHECK(std::abs(num_kept - 0.1 * static_cast<double>(num_targets)) < 37);
+  CHECK(random.size() > 20);
+  // Whoever asks, in whichever batches.
+  for (int64_t i = 0; i < num_rows; i += 7) {
+    const Batch one = samples.batch(i, 1);
+    CHECK(std::equal(one.inputs.begin(), one.inputs.end(), all.inputs.begin() + i * 20));
+    CHECK(std::equal(one.targets.begin(), one.targets.end(), all.targets.begin() + i * 20));
+  }
+  SampleOptions other = o;
+  other.seed = 2;
+  CHECK(TrainSamples(corpus, other).batch(0, 5).targets != samples.batch(0, 5).targets);
+}
+
+TEST_CASE("data: validation masks a share of what each row has, the same each time", "[data]") {
+  SampleOptions o = options(20);
+  o.mask_token = 99;
+  o.mask_probability = 0.5;
+  const EvalSamples samples(counting({26}), o);  // rows of 20 and of 5 tokens
+  const Batch batch = samples.batch(0, 3), again = samples.batch(0, 3);
+  CHECK(batch.num_valid == 10 + 3);
+  CHECK(batch.targets == again.targets);
+  CHECK(batch.inputs == again.inputs);
+  const auto targets_in = [&](int64_t begin, int64_t end) {
+    return std::count_if(batch.targets.begin() + begin, batch.targets.begin() + end,
+                         [](int32_t target) { return target != kIgnoredTarget; });
+  };
+  CHECK(targets_in(0, 20) == 10);
+  CHECK(targets_in(20, 25) == 3);
+  CHECK(targets_in(25, 60) == 0);
 }
 
 TEST_CASE("data: token arrays keep ids of any size", "[data]") {

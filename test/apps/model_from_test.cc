@@ -11,6 +11,7 @@
 #include "apps/trainer.h"
 #include "core/files.h"
 #include "dist/comm/local.h"
+#include "nn/bert/bert.h"
 #include "nn/llama/llama.h"
 #include "test/golden/golden.h"
 #include "test/stderr_of.h"
@@ -75,6 +76,13 @@ TEST_CASE("model_from: the sizes are those of config.json", "[model_from]") {
   CHECK(mistral.model.selected().as<nn::LlamaConfig>().window_layers == "w");
   CHECK(qwen2.model.selected().as<nn::LlamaConfig>().window == 3);
   CHECK(qwen2.model.selected().as<nn::LlamaConfig>().window_layers == "fw");
+  const Config roberta = config_for(dir, "roberta", {"--data.mask_token=3"});
+  CHECK(roberta.model.kind == "bert");
+  CHECK(roberta.model.max_positions == 24);
+  CHECK(roberta.model.selected().as<nn::BertConfig>().position_offset == 2);
+  CHECK(error_of([&] { config_for(dir, "../hf_hidden/bert_model", {"--data.mask_token=3"}); })
+            .ends_with(": model.kind = \"bert\", expected a model with a head that predicts masked "
+                       "tokens"));
   CHECK(error_of([&] { config_for(dir, "gpt2", {"--model.context=1000"}); }) ==
         "command line: model.context = 1000, expected 24 of " + folder("gpt2") + "/config.json");
 }

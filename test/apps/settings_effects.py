@@ -194,6 +194,7 @@ BASE = {"device": "cpu", "data.text": "@TEXT@", "model.layers": 2, "model.heads"
         "train.threads": 1, "optim.lr": 0.01, "optim.schedule": "constant", "optim.final_lr": 0.01,
         "debug.trace_from": 2, "debug.trace_steps": 2}
 GPT2 = {"model.kind": "gpt2"}
+BERT = {"model.kind": "bert", "data.mask_token": 0}
 TOKENS = {"data.text": "UNSET", "data.tokens": "@A@", "model.vocab": 61}
 BF16 = {"precision.param_dtype": "bf16"}
 F16 = {"precision.param_dtype": "f16", "guard.max_skips": 100}
@@ -341,6 +342,8 @@ ROWS = [
     Row("model.window", 3, both(other_numbers, lambda a, b: ", window 3" in b.tree())),
     Row("model.window_layers", "fw", both(other_numbers, lambda a, b: b.tree().count("window 3") == 1),
         {"model.window": 3}),
+    Row("model.types", 3, other_tree, BERT),
+    Row("model.position_offset", 2, both(other_numbers, other_tree), BERT),
     Row("model.attn_softcap", 0.01, both(other_numbers, lambda a, b: "softcap 0.01" in b.tree())),
     Row("model.logit_softcap", 1.5, both(other_numbers, lambda a, b: "softcap 1.5" in b.tree())),
     Row("model.gelu", "exact", other_numbers, GPT2),
@@ -371,6 +374,8 @@ ROWS = [
     Row("data.separator", 32, other_numbers, {"data.restart_positions": "true"}),
     # ALiBi knows distances alone: what is seen is the mask.
     Row("data.separator", 32, other_numbers, {"model.kind": "bloom"}),
+    Row("data.mask_token", 1, other_numbers, BERT),
+    Row("data.mask_probability", 0.4, other_numbers, BERT),
     Row("data.separator", 32, other_numbers, {"model.kind": "bloom", "data.restart_positions": "true"}),
     Row("data.separator", 32, other_numbers, GPT2 | {"data.restart_positions": "true"}),
     Row("data.restart_positions", "true", other_numbers, GPT2 | {"data.separator": 32}),

@@ -142,6 +142,28 @@ TEST_CASE("trainer: ranks, passes and strategies give the same curve", "[trainer
   CHECK(std::abs(val - other) <= 1e-4 * val);
 }
 
+TEST_CASE("trainer: masked tokens are learned, the same on 1 to 4 ranks", "[trainer]") {
+  const std::vector<std::string> extra = {"--model.kind=bert", "--data.mask_token=0",
+                                          "--data.mask_probability=0.3", "--train.global_batch=12",
+                                          "--train.steps=20"};
+  const auto with = [&](const char* micro_batch) {
+    auto all = extra;
+    all.push_back(micro_batch);
+    return all;
+  };
+  const auto one = run(1, with("--train.micro_batch=12"));
+  CHECK(one.back()["loss"] < 0.8 * one.front()["loss"].get<double>());
+  CHECK(one.back()["val_loss"] > 0);
+  for (const int world_size : {2, 3, 4}) {
+    CAPTURE(world_size);
+    const auto several = run(world_size, with("--train.micro_batch=1"));
+    for (size_t i = 0; i < one.size(); ++i) {
+      const double expected = one[i]["loss"];
+      CHECK(std::abs(several[i]["loss"].get<double>() - expected) < 1e-5 * expected);
+    }
+  }
+}
+
 TEST_CASE("trainer: f16 trains with a loss scale that falls until the steps fit", "[trainer]") {
   const std::vector<std::string> f16 = {"--precision.param_dtype=f16", "--precision.norm_fp32=true",
                                         "--fsdp.wire_dtype=f16",
