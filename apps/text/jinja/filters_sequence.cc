@@ -11,6 +11,7 @@ namespace tessera::text::jinja {
 namespace {
 
 Value ignore_case(const Value& value) {
+  count_steps(value.is_string() ? 4 + static_cast<int64_t>(value.text().size() / 8) : 4);
   return value.is_string() ? Value(to_lower(value.text()), value.is_markup()) : value;
 }
 

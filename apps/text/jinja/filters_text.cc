@@ -194,6 +194,7 @@ Value truncate(Interpreter&, const Args& args) {
   if (leeway < 0) fail("expected leeway >= 0, got {}", leeway);
   if (length(value) <= max + leeway) return value;  // whatever has a length
   const std::string& text = to_text(value, "truncate");
+  count_steps(static_cast<int64_t>(text.size() / 32));
   std::string kept = text.substr(
       0, byte_of_char(text, static_cast<size_t>(max - end_length), value.string().is_ascii()));
   if (!kills_words && kept.rfind(' ') != std::string::npos) kept.resize(kept.rfind(' '));
@@ -206,6 +207,7 @@ Value wordcount(Interpreter&, const Args& args) {
   reader.finish();
   int64_t count = 0;
   bool is_in_word = false;
+  count_steps(static_cast<int64_t>(text.text().size() / 8));
   for (size_t at = 0; at < text.text().size();) {
     const char32_t c = next_char(text.text(), at);
     const bool is_word = c == '_' || has_property(c, kIsAlnum);
@@ -235,6 +237,7 @@ std::string url_quote(std::string_view text, bool is_query) {
   constexpr std::string_view kSafe =
       "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.-~";
   std::string out;
+  count_steps(static_cast<int64_t>(text.size()));
   for (const char c : text) {
     if (kSafe.find(c) != std::string_view::npos || (c == '/' && !is_query)) {
       out += c;
@@ -310,6 +313,7 @@ Value attr(Interpreter&, const Args& args) {
 
 /// What float() takes of a text: digits with single underscores between them, a sign, infinities.
 bool parse_float(std::string_view text, double& value) {
+  count_steps(static_cast<int64_t>(text.size() / 8));
   text = strip(text);
   std::string digits;
   char before = '\0';
@@ -338,6 +342,7 @@ bool parse_float(std::string_view text, double& value) {
 /// What int() takes of a text.
 bool parse_integer(std::string_view text, int64_t base, int64_t& value) {
   if (base != 0 && (base < 2 || base > 36)) fail("int() base must be >= 2 and <= 36, or 0");
+  count_steps(static_cast<int64_t>(text.size() / 8));
   text = strip(text);
   std::string digits;
   for (size_t at = 0; at < text.size();) {

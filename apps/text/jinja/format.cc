@@ -427,10 +427,12 @@ std::string percent_value(const Value& value, Spec spec) {
 }  // namespace
 
 std::string format_braces(std::string_view format, const Args& args) {
+  count_steps(static_cast<int64_t>(format.size() / 16));
   return BraceFormatter(args).run(format, 0);
 }
 
 std::string format_percent(std::string_view format, const Value& values) {
+  count_steps(static_cast<int64_t>(format.size() / 16));
   PercentValues all(values);
   std::string out;
   for (size_t at = 0; at < format.size();) {

@@ -18,7 +18,7 @@ struct MethodObject : FunctionObject {
     depth = depth_over({self});
   }
   Value call(Interpreter&, Args args) const override {
-    count_steps(self.is_string() ? static_cast<int64_t>(self.text().size() / 16) : 1);
+    count_steps(self.is_string() ? static_cast<int64_t>(self.text().size() / 8) : 1);
     return method(self, args);
   }
   std::string describe() const override {
@@ -116,13 +116,14 @@ Value starts_or_ends(const Value& self, const Args& args) {
 
 /// The index of the first or last occurrence in characters; -1 if there is none.
 template <bool kIsLast, bool kIsIndex>
-Value find_text(const Value& self, const Args& args) {
+Value find_method_text(const Value& self, const Args& args) {
   ArgReader reader(args, kIsIndex ? "index" : "find");
   const std::string what = to_text(reader.required_positional(), "must be str");
   std::string_view text;
   size_t first_byte = 0;
   size_t found = std::string_view::npos;
-  if (window(self, reader, text, first_byte)) found = kIsLast ? text.rfind(what) : text.find(what);
+  if (window(self, reader, text, first_byte))
+    found = kIsLast ? rfind_text(text, what) : jinja::find_text(text, what);
   reader.finish();
   if (found == std::string_view::npos) {
     if (kIsIndex) fail("substring not found");
@@ -142,8 +143,8 @@ Value count_text(const Value& self, const Args& args) {
   if (!is_inside) return int64_t{0};
   if (what.empty()) return static_cast<int64_t>(count_chars(text) + 1);
   int64_t count = 0;
-  for (size_t at = text.find(what); at != std::string_view::npos;
-       at = text.find(what, at + what.size())) {
+  for (size_t at = jinja::find_text(text, what); at != std::string_view::npos;
+       at = jinja::find_text(text, what, at + what.size())) {
     ++count;
   }
   return count;
@@ -218,7 +219,7 @@ Value partition_method(const Value& self, const Args& args) {
   reader.finish();
   if (separator.empty()) fail("empty separator");
   const std::string& text = self.text();
-  const size_t at = kIsLast ? text.rfind(separator) : text.find(separator);
+  const size_t at = kIsLast ? rfind_text(text, separator) : jinja::find_text(text, separator);
   if (at == std::string::npos) {
     const Value empty = same(self, "");
     return kIsLast ? Value::tuple({empty, empty, self}) : Value::tuple({self, empty, empty});
@@ -400,10 +401,10 @@ constexpr Entry kStrMethods[] = {
     {"encode", unsupported},
     {"endswith", starts_or_ends<true>},
     {"expandtabs", expand_tabs},
-    {"find", find_text<false, false>},
+    {"find", find_method_text<false, false>},
     {"format", format_method},
     {"format_map", format_map_method},
-    {"index", find_text<false, true>},
+    {"index", find_method_text<false, true>},
     {"isalnum", all_chars<kIsAlnum>},
     {"isalpha", all_chars<kIsAlpha>},
     {"isascii", is_ascii},
@@ -425,8 +426,8 @@ constexpr Entry kStrMethods[] = {
     {"removeprefix", remove_affix<false>},
     {"removesuffix", remove_affix<true>},
     {"replace", replace_method},
-    {"rfind", find_text<true, false>},
-    {"rindex", find_text<true, true>},
+    {"rfind", find_method_text<true, false>},
+    {"rindex", find_method_text<true, true>},
     {"rjust", align_method<Align::kRight>},
     {"rpartition", partition_method<true>},
     {"rsplit", split_method<true>},

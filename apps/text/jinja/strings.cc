@@ -1,5 +1,7 @@
 #include "apps/text/jinja/strings.h"
 
+#include <string.h>
+
 #include <algorithm>
 #include <limits>
 
@@ -30,7 +32,7 @@ Parts split_left(std::string_view text, std::string_view separator, int64_t max_
   Parts parts;
   size_t begin = 0;
   while (max_splits-- > 0) {
-    const size_t at = text.find(separator, begin);
+    const size_t at = find_text(text, separator, begin);
     if (at == std::string_view::npos) break;
     expect_growing(parts.size() * sizeof(text));
     parts.push_back(text.substr(begin, at - begin));
@@ -43,7 +45,7 @@ Parts split_left(std::string_view text, std::string_view separator, int64_t max_
 Parts split_right(std::string_view text, std::string_view separator, int64_t max_splits) {
   Parts parts;
   while (max_splits-- > 0) {
-    const size_t at = text.rfind(separator);
+    const size_t at = rfind_text(text, separator);
     if (at == std::string_view::npos) break;
     expect_growing(parts.size() * sizeof(text));
     parts.push_back(text.substr(at + separator.size()));
@@ -161,7 +163,7 @@ std::string replace(std::string_view text, std::string_view old, std::string_vie
     }
   }
   while (!old.empty() && count-- > 0) {
-    const size_t found = text.find(old, at);
+    const size_t found = find_text(text, old, at);
     if (found == std::string_view::npos) break;
     count_steps(1);
     add(text.substr(at, found - at));
@@ -173,6 +175,7 @@ std::string replace(std::string_view text, std::string_view old, std::string_vie
 }
 
 std::string align(std::string_view text, int64_t width, std::string_view fill, Align align) {
+  count_steps(static_cast<int64_t>(text.size() / 32));
   const auto num_chars = static_cast<int64_t>(count_chars(text));
   if (width <= num_chars) return std::string(text);
   const int64_t count = width - num_chars;
@@ -188,7 +191,42 @@ std::string align(std::string_view text, int64_t width, std::string_view fill, A
   return out;
 }
 
+size_t find_text(std::string_view text, std::string_view what, size_t from) {
+  if (from > text.size()) return std::string_view::npos;
+  const std::string_view rest = text.substr(from);
+  // Of the C library, as std::string's takes the product of both sizes.
+  const void* found = ::memmem(rest.data(), rest.size(), what.data(), what.size());
+  const size_t at = found == nullptr
+                        ? rest.size()
+                        : static_cast<size_t>(static_cast<const char*>(found) - rest.data());
+  count_steps(1 + static_cast<int64_t>((at + what.size()) / 16));
+  return found == nullptr ? std::string_view::npos : from + at;
+}
+
+/// From the end on, by what the pattern repeats of itself (Knuth, Morris & Pratt 1977).
+size_t rfind_text(std::string_view text, std::string_view what) {
+  if (what.size() > text.size()) return std::string_view::npos;
+  count_steps(1 + static_cast<int64_t>(what.size() / 8));
+  expect_growing(what.size() * sizeof(uint32_t) / 2);
+  const auto pattern = [&](size_t i) { return what[what.size() - 1 - i]; };
+  std::vector<uint32_t> border(what.size() + 1, 0);
+  for (size_t i = 1, length = 0; i < what.size(); ++i) {
+    while (length > 0 && pattern(i) != pattern(length)) length = border[length];
+    length += pattern(i) == pattern(length) ? 1 : 0;
+    border[i + 1] = static_cast<uint32_t>(length);
+  }
+  size_t length = 0;
+  for (size_t i = text.size(); i > 0 && length < what.size(); --i) {
+    if (i % 8 == 0) count_steps(1);
+    while (length > 0 && text[i - 1] != pattern(length)) length = border[length];
+    length += text[i - 1] == pattern(length) ? 1 : 0;
+    if (length == what.size()) return i - 1;
+  }
+  return what.empty() ? text.size() : std::string_view::npos;
+}
+
 bool has_case(std::string_view text, bool is_upper) {
+  count_steps(static_cast<int64_t>(text.size() / 8));
   bool found = false;
   for (size_t at = 0; at < text.size();) {
     const uint16_t properties = properties_of(next_char(text, at));

@@ -30,6 +30,10 @@ enum class Align : uint8_t { kLeft, kCenter, kRight };
 /// At least `width` characters, with `fill` on the other sides.
 std::string align(std::string_view text, int64_t width, std::string_view fill, Align align);
 
+/// The first or last place of `what`, from a byte on; npos if there is none. Linear time, counted.
+size_t find_text(std::string_view text, std::string_view what, size_t from = 0);
+size_t rfind_text(std::string_view text, std::string_view what);
+
 /// str.isupper or str.islower: some character has that case and none another one.
 bool has_case(std::string_view text, bool is_upper);
 

@@ -1,6 +1,7 @@
 #include "apps/text/jinja/unicode.h"
 
 #include <algorithm>
+#include <array>
 #include <iterator>
 
 namespace tessera::text::jinja {
@@ -61,6 +62,13 @@ void append_mapped(std::string& out, const CaseTable& table, char32_t c) {
   append_char(out, c);
 }
 
+uint16_t find_properties(char32_t c) {
+  const PropertyRun* run =
+      std::upper_bound(std::begin(kPropertyRuns), std::end(kPropertyRuns), c,
+                       [](char32_t key, const PropertyRun& each) { return key < each.first; });
+  return (run - 1)->properties;
+}
+
 constexpr char32_t kSigma = 0x3a3, kFinalSigma = 0x3c2, kSmallSigma = 0x3c3;
 
 /// Whether the sigma at [begin, end) ends a word: a cased character before it and none after it,
@@ -104,10 +112,12 @@ void for_each_char(std::string_view text, const F& f) {
 }  // namespace
 
 uint16_t properties_of(char32_t c) {
-  const PropertyRun* run =
-      std::upper_bound(std::begin(kPropertyRuns), std::end(kPropertyRuns), c,
-                       [](char32_t key, const PropertyRun& each) { return key < each.first; });
-  return (run - 1)->properties;
+  static const auto kAscii = [] {
+    std::array<uint16_t, 128> table;
+    for (char32_t each = 0; each < 128; ++each) table[each] = find_properties(each);
+    return table;
+  }();
+  return c < 128 ? kAscii[c] : find_properties(c);
 }
 
 int decimal_value(char32_t c) {

@@ -6,6 +6,7 @@
 #include <unordered_set>
 
 #include "apps/text/jinja/function.h"
+#include "apps/text/jinja/strings.h"
 #include "apps/text/jinja/unicode.h"
 
 namespace tessera::text::jinja {
@@ -377,8 +378,7 @@ bool contains(const Value& container, const Value& item) {
       if (!item.is_string()) {
         fail("'in <string>' requires string as left operand, not {}", type_name(item));
       }
-      count_steps(static_cast<int64_t>(container.text().size() / 32));
-      return container.text().find(item.text()) != std::string::npos;
+      return find_text(container.text(), item.text()) != std::string::npos;
     case Kind::kDict:
       return container.dict().find(item) != nullptr;
     case Kind::kNone:

@@ -175,6 +175,12 @@ TEST_CASE("jinja: hostile templates end in one line and within their memory", "[
       {"{{ range(99999)|join('a' * 100000) }}", memory},
       {"{{ [1]|batch(1000000000, 0)|list }}", memory},
       {nested_loops, steps},
+      {"{% set x = 'a' * 1000000 %}{% set y = 'a' * 500000 ~ 'b' %}{% set z = 'b' ~ 'a' * 500000 %}"
+       "{% for i in range(9999) %}{{ y in x }}{{ x.find(y) }}{{ x.rfind(z) }}{% endfor %}",
+       steps},
+      {"{% set x = 'a' * 1000000 %}{% for i in range(99999) %}{{ x is lower }}{{ x|wordcount }}"
+       "{{ x|int }}{% endfor %}",
+       steps},
       {"{% set x = 'a' * 1000000 %}{% for i in range(99999) %}{% set y = x|upper %}{% endfor %}",
        steps},
       {"{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}", depth},
