@@ -398,6 +398,15 @@ TEST_CASE("fsdp runtime: a plan has slots and scratch before a byte is allocated
   CHECK(plan.scratch.partial_numel == largest / 2);
   CHECK(!plan.scratch.has_partial);  // sync is "shard"
   CHECK(plan.host_gradient_numel == 0);
+
+  // Parameters that stay have a slot a unit, which is there from the beginning.
+  dist::FsdpOptions stays;
+  stays.strategy = Strategy::kShardGradOp;
+  const dist::Policy keep = dist::resolve_policy(stays, 4, 0, 1, false);
+  const dist::Plan kept = make_plan(keep.options.wrap(model), keep, twice, twice);
+  for (const dist::UnitPlan& unit : kept.units) {
+    CHECK(kept.num_gathered_slots()[static_cast<size_t>(unit.gathered_pool)] == 1);
+  }
 }
 
 }  // namespace
