@@ -61,10 +61,10 @@ void add_settings(ModelSettings& t, LlamaConfig& c) {
 }
 
 void check(const LlamaConfig& c, const RefuseSetting& refuse) {
+  check_heads(c.width, c.num_heads, c.head_width, refuse);
   if (c.num_kv_heads != 0 && c.num_heads % c.num_kv_heads != 0) {
     refuse("kv_heads", fmt::format("a divisor of heads = {}", c.num_heads));
   }
-  check_heads(c.width, c.num_heads, c.head_width, refuse);
   const int64_t head_width = c.head_width == 0 ? c.width / c.num_heads : c.head_width;
   if (head_width % 2 != 0) {
     refuse(c.head_width == 0 ? "width" : "head_width",

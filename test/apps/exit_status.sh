@@ -45,7 +45,7 @@ for words in "${launches[@]}"; do
   expect 3 "fifo: a FIFO, expected a regular file" \
     "$train" "$config" "${common[@]}" --data.text="$dir/fifo"
   expect 2 "train.steps = 0, expected an integer >= 1" "$train" "$config" --train.steps=0
-  expect 2 "model.width = 100, expected a multiple of model.heads = 3" \
+  expect 2 "model.width = 100, expected a multiple of heads = 3" \
     "$train" "$config" --data.text="$dir/text" --model.width=100 --model.heads=3
   expect 2 "no data given" "$train" "$config"
   expect 3 "No such file or directory, expected a file" \

@@ -40,6 +40,9 @@ for program in "$@"; do
       expect 2 "^error: command line: encod, expected one of .* \(nearest: encode\)" "$program" encod
       expect 0 "^ *--shard-tokens " "$program" encode --help
       ;;
+    tessera-bench-parquet)
+      expect 3 "^error: .*extra.*No such file" "$program" extra
+      ;;
     tessera-bench-collectives)
       expect 0 "one rank: nothing travels, so no collective is measured; expected mpirun -n N" \
         "$program" --max=1K --runs=1
