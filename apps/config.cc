@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "apps/config_table.h"
+#include "apps/packed_samples.h"
 #include "core/text.h"
 #include "kernels/reduce/reduce.h"
 
@@ -96,12 +97,28 @@ void check_model(const Config& config) {
 
 void check_data(const Config& config) {
   const DataConfig& d = config.data;
-  if (d.text.empty() == d.tokens.empty()) {
-    throw ConfigError(fmt::format("data: {}, expected one of --data.text=FILE, --data.tokens=GLOB",
-                                  d.text.empty() ? "no data given" : "both text and tokens given"));
+  const int num_given = !d.text.empty() + !d.tokens.empty() + !d.sources.empty();
+  if (num_given != 1) {
+    throw ConfigError(fmt::format(
+        "data: {}, expected one of --data.text=FILE, --data.tokens=GLOB, --data.sources=GLOB,...",
+        num_given == 0      ? "no data given"
+        : d.sources.empty() ? "both text and tokens given"
+        : d.text.empty()    ? "both tokens and sources given"
+                            : "both text and sources given"));
   }
-  if (!d.text.empty() && !d.val_tokens.empty()) {
-    fail_at(config, "data.val_tokens", "data.val_tokens with data.text, expected data.tokens");
+  if (d.tokens.empty() && !d.val_tokens.empty()) {
+    fail_at(config, "data.val_tokens", "data.val_tokens with data.{}, expected data.tokens",
+            d.text.empty() ? "sources" : "text");
+  }
+  if (!d.sources.empty() && d.mask_token >= 0) {
+    fail_at(config, "data.mask_token", "data.mask_token with data.sources, expected data.tokens");
+  }
+  if (!d.sources.empty()) {
+    try {
+      parse_sources(d.sources);
+    } catch (const ConfigError& error) {
+      fail_at(config, "data.sources", "data.sources {}", error.what());
+    }
   }
   if (!d.tokens.empty() && config.model.vocab == 0) {
     fail_at(config, "data.tokens",

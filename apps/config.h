@@ -57,7 +57,7 @@ constexpr auto enum_names(ValSplit) {
       {{ValSplit::kTail, "tail"}, {ValSplit::kInterleave, "interleave"}});
 }
 struct DataConfig {
-  std::string text, tokens, val_tokens, tokenizer = "byte";
+  std::string text, tokens, sources, val_tokens, tokenizer = "byte";
   double val_fraction = 0.1;
   ValSplit val_split = ValSplit::kTail;
   int64_t separator = -1;

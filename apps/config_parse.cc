@@ -163,6 +163,38 @@ void check_depth(std::string_view text, const std::string& name) {
   }
 }
 
+/// [[data.source]] tables as the text of data.sources: "a/*.bin: 0.7, b/*.bin: 0.3".
+std::string sources_text(const toml::node& node) {
+  std::string text;
+  if (!node.is_array()) throw ConfigError("data.source, expected tables: [[data.source]]");
+  for (const toml::node& entry : *node.as_array()) {
+    const toml::table* const source = entry.as_table();
+    if (source == nullptr) throw ConfigError("data.source, expected tables: [[data.source]]");
+    std::string path;
+    std::optional<double> weight;
+    for (const auto& [key, value] : *source) {
+      if (key.str() == "path" && value.is_string()) {
+        path = *value.value<std::string>();
+      } else if (key.str() == "weight" && value.is_number()) {
+        weight = value.value<double>();
+      } else {
+        throw ConfigError(
+            fmt::format("data.source: {} = {}, expected path, a text, and weight, a "
+                        "number",
+                        shorten(key.str()), shorten(found_text(value))));
+      }
+    }
+    if (path.empty() || path.find(',') != std::string::npos) {
+      throw ConfigError(
+          fmt::format("data.source: path {}, expected a path or a glob without a comma",
+                      quoted(shorten(path))));
+    }
+    text += fmt::format("{}{}", text.empty() ? "" : ", ", path);
+    if (weight) text += fmt::format(": {}", *weight);
+  }
+  return text;
+}
+
 void apply_toml(const Fields& fields, const toml::table& table, const std::string& prefix,
                 const std::string& name, Config& config) {
   std::vector<std::string> sections;
@@ -187,6 +219,14 @@ void apply_toml(const Fields& fields, const toml::table& table, const std::strin
       const std::vector<std::string_view> names(sections.begin(), sections.end());
       throw ConfigError(fmt::format("{}: unknown section [{}], expected a known one (nearest: {})",
                                     where, shorten(key), nearest_name(key, names)));
+    }
+    if (key == "data.source") {
+      at(where, [&] {
+        const std::string text = sources_text(node);
+        find_field(fields, "data.sources", where).set(text, quoted(text));
+      });
+      config.origins.insert_or_assign("data.sources", where);
+      continue;
     }
     const Field& field = find_field(fields, key, where);
     at(where, [&] { set_from_toml(field, node); });

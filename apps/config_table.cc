@@ -166,18 +166,24 @@ void add_data(ConfigTable& t, Config& c) {
   t.add("data.tokens", d.tokens,
         "token shards to train on (.bin format of llm.c), a path or a glob such as "
         "'data/train_*.bin'");
+  t.add(
+       "data.sources", d.sources,
+       "token shards (.bin) or documents (.txt, .jsonl, .parquet) of several sources, shuffled by "
+       "document and packed into windows: globs separated by commas, each with ': WEIGHT' behind it, "
+       "or none; in a file [[data.source]] with path and weight")
+      .on_resume(ResumeKind::kIdentity);
   t.add("data.val_tokens", d.val_tokens,
         "token shards for validation, a glob; empty: a part of data.tokens (data.val_fraction)");
   t.add("data.tokenizer", d.tokenizer, {"byte", "char"},
         "tokens of data.text: bytes, or the characters that occur in it")
-      .needs(!d.text.empty(), "data.text");
+      .needs(d.tokens.empty(), "data.text or data.sources");
   t.add("data.val_fraction", d.val_fraction, kFraction,
         "fraction of the data kept back for validation")
       .needs(d.val_tokens.empty(), "no data.val_tokens");
   t.add("data.val_split", d.val_split,
         "validation data: the end of the data, or the end of each of many pieces of it")
-      .needs(d.val_tokens.empty() && d.val_fraction > 0,
-             "data.val_fraction > 0 and no data.val_tokens");
+      .needs(d.val_tokens.empty() && d.val_fraction > 0 && d.sources.empty(),
+             "data.val_fraction > 0 and no data.val_tokens or data.sources");
   t.add("data.separator", d.separator, {-1, 2147483647},
         "token id that ends a document and begins the next: attention stays inside a "
         "document; -1: no separator")

@@ -8,6 +8,9 @@
 #include <cmath>
 #include <cstring>
 
+#include "apps/data/documents.h"
+#include "apps/data/text_files.h"
+#include "apps/packed_samples.h"
 #include "core/text.h"
 
 namespace tessera::apps {
@@ -18,41 +21,9 @@ constexpr int64_t kHeaderNbytes = kHeaderInts * 4;
 constexpr int32_t kMagicU16 = 20240520, kVersionU16 = 1;
 constexpr int32_t kMagicU32 = 20240801, kVersionU32 = 7;
 
-/// For glob(3), with the folders that are there taken as they are: "[x]/a*.bin" is in a folder [x].
-std::string with_plain_folders(const std::string& pattern) {
-  size_t slash = pattern.rfind('/');
-  struct stat place {};
-  while (slash != std::string::npos && slash > 0 &&
-         (::stat(pattern.substr(0, slash).c_str(), &place) != 0 || !S_ISDIR(place.st_mode))) {
-    slash = pattern.rfind('/', slash - 1);
-  }
-  if (slash == std::string::npos) return pattern;
-  std::string plain;
-  for (const char c : pattern.substr(0, slash)) {
-    if (std::string_view("[]*?\\").find(c) != std::string_view::npos) plain += '\\';
-    plain += c;
-  }
-  return plain + pattern.substr(slash);
-}
-
-/// The path itself if it is there, whatever characters it has; else what it means to glob(3), where
-/// a backslash takes the one after it as it is.
-std::vector<std::string> files_of_glob(const char* key, const std::string& pattern) {
-  struct stat place {};
-  if (::lstat(pattern.c_str(), &place) == 0) return {pattern};
-  ::glob_t found{};
-  const int status = ::glob(with_plain_folders(pattern).c_str(), 0, nullptr, &found);  // sorted
-  std::vector<std::string> paths(found.gl_pathv, found.gl_pathv + found.gl_pathc);
-  ::globfree(&found);
-  if (status != 0 || paths.empty()) {
-    throw InputError(fmt::format("{} = {}: no file matches, expected token shards", key, pattern));
-  }
-  return paths;
-}
-
 Corpus load_shards(const char* key, const std::string& pattern) {
   Corpus corpus;
-  for (const std::string& path : files_of_glob(key, pattern)) {
+  for (const std::string& path : files_of_globs(key, {pattern}, "token shards")) {
     corpus.shards.push_back(load_token_shard(path));
   }
   return corpus;
@@ -95,27 +66,12 @@ std::pair<Corpus, Corpus> interleave_corpus(const Corpus& corpus, double val_fra
   return parts;
 }
 
-/// What is no text but often taken for one; empty if nothing is known about it.
-std::string_view compressed_format(std::string_view bytes) {
-  const auto begins = [&](std::string_view magic) { return bytes.starts_with(magic); };
-  if (begins("\x1f\x8b")) return "a gzip file";
-  if (begins("PK\x03\x04")) return "a zip archive";
-  if (begins("\xfd"
-             "7zXZ"))
-    return "an xz file";
-  if (begins("BZh")) return "a bzip2 file";
-  if (begins("\x28\xb5\x2f\xfd")) return "a zstd file";
-  if (begins("PAR1")) return "a Parquet file";
-  if (begins("%PDF-")) return "a PDF file";
-  return "";
-}
-
 TokenArray load_text(const Config& config, std::shared_ptr<Tokenizer>& tokenizer) {
   const auto file = std::make_shared<MappedFile>(config.data.text);
   if (file->nbytes() == 0) {
     throw InputError(fmt::format("{}: 0 bytes, expected a text to train on", config.data.text));
   }
-  if (const auto format = compressed_format(file->text()); !format.empty()) {
+  if (const auto format = packed_format(file->text()); !format.empty()) {
     throw InputError(fmt::format("{}: it looks like {}, expected a text (unpack it first)",
                                  config.data.text, format));
   }
@@ -151,15 +107,6 @@ std::vector<int64_t> number_samples(const Corpus& corpus, F&& num_samples_of) {
 size_t shard_of(const std::vector<int64_t>& first_sample, int64_t sample) {
   const auto after = std::upper_bound(first_sample.begin(), first_sample.end(), sample);
   return static_cast<size_t>(after - first_sample.begin()) - 1;
-}
-
-int32_t checked_id(const TokenArray& shard, int64_t i, int64_t vocab_size) {
-  const int64_t id = shard[i];
-  if (id >= vocab_size) {
-    throw InputError(fmt::format("{}: token {} is {}, expected one below the vocabulary's size {}",
-                                 shard.name(), shard.first() + i, id, vocab_size));
-  }
-  return static_cast<int32_t>(id);
 }
 
 /// In blocks of a fixed length, which the compiler turns into vectors: as fast as a disk.
@@ -245,6 +192,15 @@ void fill_row(Batch& batch, int64_t row, const TokenArray& shard, int64_t begin,
 }
 
 }  // namespace
+
+int32_t checked_id(const TokenArray& shard, int64_t i, int64_t vocab_size) {
+  const int64_t id = shard[i];
+  if (id >= vocab_size) {
+    throw InputError(fmt::format("{}: token {} is {}, expected one below the vocabulary's size {}",
+                                 shard.name(), shard.first() + i, id, vocab_size));
+  }
+  return static_cast<int32_t>(id);
+}
 
 TokenArray::TokenArray(std::shared_ptr<const MappedFile> file, const void* data,
                        int bytes_per_token, int64_t num_tokens, std::string name)
@@ -356,7 +312,12 @@ std::string short_shards(const Corpus& corpus, int64_t context) {
 Data load_data(const Config& config) {
   Data data;
   Corpus all;
-  if (!config.data.text.empty()) {
+  if (!config.data.sources.empty()) {
+    data.sources = load_sources(config, data.tokenizer);
+    for (const TokenSource& source : *data.sources) {
+      for (const TokenDocuments& shard : source.shards) all.shards.push_back(shard.tokens);
+    }
+  } else if (!config.data.text.empty()) {
     all.shards.push_back(load_text(config, data.tokenizer));
   } else {
     all = load_shards("data.tokens", config.data.tokens);
@@ -365,7 +326,9 @@ Data load_data(const Config& config) {
     if (shard.is_mapped()) data.files.push_back(shard);
   }
   data.num_train_files = data.files.size();
-  if (!config.data.val_tokens.empty()) {
+  if (data.sources != nullptr) {
+    data.train = std::move(all);  // split by document
+  } else if (!config.data.val_tokens.empty()) {
     data.train = std::move(all);
     data.val = load_shards("data.val_tokens", config.data.val_tokens);
     data.files.insert(data.files.end(), data.val.shards.begin(), data.val.shards.end());
@@ -434,6 +397,12 @@ Batch TrainSamples::batch(int64_t first_global_sample, int64_t B) const {
              options_, mask_key(options_, "data masks", first_global_sample + row));
   }
   return batch;
+}
+
+int64_t TrainSamples::num_targets(int64_t, int64_t count) const {
+  return count * (options_.mask_token < 0
+                      ? options_.context
+                      : num_masked(options_.context, options_.mask_probability));
 }
 
 EvalSamples::EvalSamples(Corpus corpus, const SampleOptions& options)

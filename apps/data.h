@@ -70,12 +70,15 @@ struct Corpus {
 /// a.bin, b.bin"; empty without any.
 std::string short_shards(const Corpus& corpus, int64_t context);
 
+struct TokenSource;  // apps/packed_samples.h
+
 struct Data {
   Corpus train, val;              ///< val is empty for val_fraction = 0
   std::vector<TokenArray> files;  ///< whole, as they are on the disk; what is in memory is not
   size_t num_train_files = 0;     ///< of these; the rest is data.val_tokens
-  std::shared_ptr<Tokenizer> tokenizer;  ///< none for token shards
-  int64_t vocab_size = 0;                ///< model.vocab, or the tokenizer's size
+  std::shared_ptr<Tokenizer> tokenizer;                     ///< none for token shards
+  std::shared_ptr<const std::vector<TokenSource>> sources;  ///< of data.sources; train has them too
+  int64_t vocab_size = 0;  ///< model.vocab, or the tokenizer's size
 };
 
 /// What the configuration names, split: of a text the last val_fraction of its characters (bytes
@@ -109,19 +112,34 @@ struct SampleOptions {
 /// one.
 int64_t num_masked(int64_t length, double probability);
 
+/// Rows for a model, by their index in the run or in a split. Several threads may ask.
+class Samples {
+ public:
+  virtual ~Samples() = default;
+  virtual int64_t num_samples() const = 0;  ///< in an epoch
+  /// Rows for samples [first, first + B). InputError for an id outside the vocabulary.
+  virtual Batch batch(int64_t first_sample, int64_t B) const = 0;
+  /// Targets that count in samples [first, first + count) of the run, without reading them.
+  virtual int64_t num_targets(int64_t first_sample, int64_t count) const = 0;
+};
+
+/// The id of token `i`. InputError, with its place in the file, if it is not below `vocab_size`.
+int32_t checked_id(const TokenArray& shard, int64_t i, int64_t vocab_size);
+
 /// Shuffled windows for training. Sample g of the run is window P(g mod n) of epoch g / n, where n
 /// is the number of windows and P a permutation of its own for each epoch, so that each window
 /// comes once an epoch, however samples are dealt to ranks. The windows of later epochs are shifted
 /// by what the shards have left over.
-class TrainSamples {
+class TrainSamples : public Samples {
  public:
   /// InputError with the counts if no shard has context + 1 tokens.
   TrainSamples(Corpus corpus, const SampleOptions& options);
-  int64_t num_samples() const { return first_sample_.back(); }  ///< in an epoch
+  int64_t num_samples() const override { return first_sample_.back(); }  ///< in an epoch
   /// The window that global sample g is, in [0, num_samples).
   int64_t window_of(int64_t global_sample) const;
   /// Rows for global samples [first, first + B). InputError for an id outside the vocabulary.
-  Batch batch(int64_t first_global_sample, int64_t B) const;
+  Batch batch(int64_t first_global_sample, int64_t B) const override;
+  int64_t num_targets(int64_t first_global_sample, int64_t count) const override;
 
  private:
   Corpus corpus_;
@@ -130,12 +148,15 @@ class TrainSamples {
 };
 
 /// Every target of a split once, in order: windows, the last one of a shard padded.
-class EvalSamples {
+class EvalSamples : public Samples {
  public:
   EvalSamples(Corpus corpus, const SampleOptions& options);
-  int64_t num_samples() const { return first_sample_.back(); }
+  int64_t num_samples() const override { return first_sample_.back(); }
   /// Rows for samples [first, first + B); rows after the last are padding.
-  Batch batch(int64_t first_sample, int64_t B) const;
+  Batch batch(int64_t first_sample, int64_t B) const override;
+  int64_t num_targets(int64_t first_sample, int64_t count) const override {
+    return batch(first_sample, count).num_valid;
+  }
 
  private:
   Corpus corpus_;

@@ -54,7 +54,7 @@ void include_loss(const dist::ClippedNorm& clip, const Tensor& loss) {
 }
 
 std::optional<double> evaluate(nn::LanguageModel& model, dist::Fsdp& fsdp, dist::World& world,
-                               const EvalSamples& samples, const TrainConfig& config,
+                               const Samples& samples, const TrainConfig& config,
                                const std::function<bool()>& is_to_end) {
   // The same micro-batches whatever the number of ranks: rank r takes r, r + ranks, ...
   const int64_t B = config.micro_batch, ranks = world.world_size();

@@ -23,7 +23,7 @@ void include_loss(const dist::ClippedNorm& clip, const Tensor& loss);
 /// samples, nor if `is_to_end` says so on any rank before a micro-batch: who ends a run waits for no
 /// evaluation. All ranks call it; the host is at most two micro-batches ahead of the device.
 std::optional<double> evaluate(nn::LanguageModel& model, dist::Fsdp& fsdp, dist::World& world,
-                               const EvalSamples& samples, const TrainConfig& config,
+                               const Samples& samples, const TrainConfig& config,
                                const std::function<bool()>& is_to_end);
 
 }  // namespace tessera::apps

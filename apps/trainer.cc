@@ -16,6 +16,7 @@
 #include "apps/metrics.h"
 #include "apps/model_from.h"
 #include "apps/options.h"
+#include "apps/packed_samples.h"
 #include "apps/run_control.h"
 #include "apps/run_dir.h"
 #include "apps/token_check.h"
@@ -46,6 +47,7 @@ struct PendingStep {
   int64_t step = 0;
   double lr = 0;
   int64_t first_sample = 0;
+  int64_t num_targets = 1;     // that count, over all ranks
   std::vector<Tensor> losses;  // sums of this rank's micro-batches
   HostCopy loss_sum, grad_norm, found_inf;
   HostCopy loss_scale;  // of this step; undefined without one
@@ -150,11 +152,9 @@ class Trainer {
   std::atomic<int64_t>* steps_done_;
   Data data_;
   std::string data_id_, data_content_, val_id_, val_content_;  // contents once they are read
-  std::optional<TrainSamples> samples_;
-  std::optional<EvalSamples> eval_samples_;
+  std::unique_ptr<Samples> samples_, eval_samples_;
   std::optional<TokenCheck> token_check_;  // over before the first save or evaluation
   int64_t grad_accum_steps_ = 1, samples_per_step_ = 1, tokens_per_step_ = 1;
-  int64_t targets_per_step_ = 1;  // that are predicted
   std::unique_ptr<nn::LanguageModel> model_;
   std::unique_ptr<dist::Fsdp> fsdp_;
   std::unique_ptr<optim::Optimizer> optimizer_;
@@ -209,11 +209,21 @@ Trainer::Trainer(const Config& config, dist::World& world, Data data, RunDir& ru
       guard_(config.guard) {
   world_.control().verdict([&] {
     check_tokens();
+    const bool is_packed = data_.sources != nullptr;
     data_id_ = fingerprint(data_.train);
-    val_id_ = validation_id(data_.val, config_);
+    if (is_packed) data_id_ += fmt::format(", {} for validation", config_.data.val_fraction);
+    val_id_ = validation_id(is_packed ? data_.train : data_.val, config_);
     const SampleOptions options = sample_options(config_, data_.vocab_size);
-    samples_.emplace(data_.train, options);
-    eval_samples_.emplace(data_.val, options);
+    if (is_packed) {
+      const double fraction = config_.data.val_fraction;
+      samples_ =
+          std::make_unique<PackedSamples>(data_.sources, options, fraction, SplitPart::kTrain);
+      eval_samples_ =
+          std::make_unique<PackedSamples>(data_.sources, options, fraction, SplitPart::kVal);
+    } else {
+      samples_ = std::make_unique<TrainSamples>(data_.train, options);
+      eval_samples_ = std::make_unique<EvalSamples>(data_.val, options);
+    }
     count_batches();
     const nn::DeferredInit deferred;
     model_ = make_model(config_.model, data_.vocab_size);
@@ -355,10 +365,6 @@ void Trainer::count_batches() {
         config_.origin("train.grad_accum_steps"), grad_accum_steps_, t.micro_batch,
         config_.model.context, world_.world_size()));
   }
-  targets_per_step_ =
-      config_.data.mask_token < 0
-          ? tokens_per_step_
-          : samples_per_step_ * num_masked(config_.model.context, config_.data.mask_probability);
   if (samples_->num_samples() < samples_per_step_) {
     throw InputError(fmt::format(
         "data: {} tokens to train on give {} samples of model.context = {}, expected at least one "
@@ -376,20 +382,26 @@ void Trainer::describe() {
   const dist::ShardView view(*fsdp_);
   log_->print(print_tree(*model_, [&](const nn::Module& m) { return view.unit_of(m); }));
   log_->print(fsdp_->summary());
+  const auto positions = [](const Samples& samples, const Corpus& corpus) {
+    const auto* const packed = dynamic_cast<const PackedSamples*>(&samples);
+    return packed != nullptr ? packed->num_positions() : corpus.num_tokens();
+  };
   log_->print(fmt::format(
       "data: {} tokens to train on ({} samples), {} for validation; a step: {} samples = {} ranks "
       "x {} passes x {}, {} tokens",
-      data_.train.num_tokens(), samples_->num_samples(), data_.val.num_tokens(), samples_per_step_,
-      world_.world_size(), grad_accum_steps_, config_.train.micro_batch, tokens_per_step_));
+      positions(*samples_, data_.train), samples_->num_samples(),
+      positions(*eval_samples_, data_.val), samples_per_step_, world_.world_size(),
+      grad_accum_steps_, config_.train.micro_batch, tokens_per_step_));
   const DataConfig& d = config_.data;
-  if (d.val_tokens.empty() && d.val_fraction > 0 && d.val_split == ValSplit::kTail) {
+  if (d.val_tokens.empty() && d.val_fraction > 0 && d.val_split == ValSplit::kTail &&
+      d.sources.empty()) {
     log_->print(fmt::format(
         "validation: the last {:g} % of the data, which may differ from the rest of it; "
         "--data.val_split=interleave takes pieces from all over",
         d.val_fraction * 100));
   }
   if (const std::string skipped = short_shards(data_.train, config_.model.context);
-      !skipped.empty()) {
+      !skipped.empty() && d.sources.empty()) {
     log_warning("{}", skipped);
   }
   const bool is_cuda = Context::current()->device().type == DeviceType::kCuda;
@@ -445,9 +457,10 @@ PendingStep Trainer::submit_step(int64_t step) {
   PendingStep pending;
   pending.step = step + 1;
   pending.first_sample = next_sample_;
+  pending.num_targets = samples_->num_targets(next_sample_, samples_per_step_);
   const int64_t B = config_.train.micro_batch;
   // The mean over the step's targets of all ranks: folded in where the gradient starts.
-  const Tensor grad_scale = scaler_->grad_scale(1.0 / static_cast<double>(targets_per_step_));
+  const Tensor grad_scale = scaler_->grad_scale(1.0 / static_cast<double>(pending.num_targets));
   for (int64_t pass = 0; pass < grad_accum_steps_; ++pass) {
     const int64_t offset = (pass * world_.world_size() + world_.rank()) * B;
     random_state() = {.seed = static_cast<uint64_t>(config_.train.seed),
@@ -469,7 +482,7 @@ PendingStep Trainer::submit_step(int64_t step) {
   include_loss(clip, loss_sum);
   Tensor skip = clip.found_inf;
   if (guard_.is_on()) {
-    const double loss = pending.loss_sum.item() / static_cast<double>(targets_per_step_);
+    const double loss = pending.loss_sum.item() / static_cast<double>(pending.num_targets);
     if (guard_.is_spike(loss)) {
       pending.spike = guard_.score(loss);
       skip = full({}, 1, kU8);
@@ -497,7 +510,7 @@ StepMetrics Trainer::finish_step(const PendingStep& pending) {
   StepMetrics m;
   m.step = pending.step;
   m.lr = pending.lr;
-  m.loss = pending.loss_sum.item() / static_cast<double>(targets_per_step_);
+  m.loss = pending.loss_sum.item() / static_cast<double>(pending.num_targets);
   m.grad_norm = pending.grad_norm.item();
   m.tokens = (pending.first_sample + samples_per_step_) * config_.model.context;
   if (pending.exposed != nullptr) {
@@ -712,6 +725,10 @@ void Trainer::finish(bool evaluates, bool is_end) {
   result_.loss = m.loss;
   if (m.val_loss) result_.val_loss = m.val_loss;
   log(m);
+  if (const auto* const packed = dynamic_cast<const PackedSamples*>(samples_.get());
+      is_end && packed != nullptr && log_ != nullptr) {
+    log_->print(sources_text(*packed->plan(), *data_.sources, next_sample_));
+  }
 }
 
 /// A file that cannot be written any more is told to all ranks at the end of the next step, which

@@ -25,12 +25,29 @@ int64_t file_nbytes(const std::string& path) {
   return failed != 0 ? 0 : status.st_size;
 }
 
+/// For glob(3), with the folders that are there taken as they are: "[x]/a*.bin" is in a folder [x].
+std::string with_plain_folders(const std::string& pattern) {
+  size_t slash = pattern.rfind('/');
+  struct stat place {};
+  while (slash != std::string::npos && slash > 0 &&
+         (::stat(pattern.substr(0, slash).c_str(), &place) != 0 || !S_ISDIR(place.st_mode))) {
+    slash = pattern.rfind('/', slash - 1);
+  }
+  if (slash == std::string::npos) return pattern;
+  std::string plain;
+  for (const char c : pattern.substr(0, slash)) {
+    if (std::string_view("[]*?\\").find(c) != std::string_view::npos) plain += '\\';
+    plain += c;
+  }
+  return plain + pattern.substr(slash);
+}
+
 std::vector<std::string> files_of_glob(std::string_view what, const std::string& pattern,
                                        std::string_view expected) {
   struct stat place {};
   if (::lstat(pattern.c_str(), &place) == 0) return {pattern};
   ::glob_t found{};
-  const int status = ::glob(pattern.c_str(), GLOB_NOSORT, nullptr, &found);
+  const int status = ::glob(with_plain_folders(pattern).c_str(), GLOB_NOSORT, nullptr, &found);
   std::vector<std::string> paths(found.gl_pathv, found.gl_pathv + found.gl_pathc);
   ::globfree(&found);
   if (status != 0 || paths.empty()) {

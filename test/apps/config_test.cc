@@ -172,10 +172,18 @@ TEST_CASE("config: what is wrong is named with key, place and what is allowed", 
        {kText},
        "f.toml:3: train.grad_accum_steps = 2, expected it left out where train.global_batch is "
        "set"},
-      {"", {}, "data: no data given, expected one of --data.text=FILE, --data.tokens=GLOB"},
+      {"",
+       {},
+       "data: no data given, expected one of --data.text=FILE, --data.tokens=GLOB, "
+       "--data.sources=GLOB,..."},
       {"",
        {kText, "--data.tokens=y"},
-       "data: both text and tokens given, expected one of --data.text=FILE, --data.tokens=GLOB"},
+       "data: both text and tokens given, expected one of --data.text=FILE, --data.tokens=GLOB, "
+       "--data.sources=GLOB,..."},
+      {"",
+       {kText, "--data.sources=y"},
+       "data: both text and sources given, expected one of --data.text=FILE, --data.tokens=GLOB, "
+       "--data.sources=GLOB,..."},
       {"",
        {"--data.tokens=y"},
        "command line: data.tokens without a vocabulary, expected model.vocab to be set"},

@@ -195,6 +195,7 @@ BASE = {"device": "cpu", "data.text": "@TEXT@", "model.layers": 2, "model.heads"
         "debug.trace_from": 2, "debug.trace_steps": 2}
 GPT2 = {"model.kind": "gpt2"}
 BERT = {"model.kind": "bert", "data.mask_token": 0}
+SOURCES = {"data.text": "UNSET", "data.sources": "@A@", "data.separator": 32, "model.vocab": 61}
 TOKENS = {"data.text": "UNSET", "data.tokens": "@A@", "model.vocab": 61}
 BF16 = {"precision.param_dtype": "bf16"}
 F16 = {"precision.param_dtype": "f16", "guard.max_skips": 100}
@@ -364,6 +365,7 @@ ROWS = [
         {"model.kind": "bloom"}),
     Row("data.text", "@OTHER@", other_numbers),
     Row("data.tokens", "@B@", other_numbers, TOKENS),
+    Row("data.sources", "@A@: 1, @B@: 3", other_numbers, SOURCES),
     Row("data.val_tokens", "@B@", lambda a, b: a.values("val_loss")[-1] != b.values("val_loss")[-1],
         TOKENS),
     Row("data.tokenizer", "char", lambda a, b: b.numbers()[0] != a.numbers()[0]),

@@ -10,6 +10,7 @@ build=${TESSERA_FUZZ_BUILD:-/tmp/tessera-fuzz}
 mkdir -p "$build/corpus-$target"
 sources=(test/fuzz/libfuzzer.cc test/fuzz/targets.cc test/fuzz/data_targets.cc core/formats/parquet/*.cc
   apps/data/byte_stream.cc apps/data/json_line.cc apps/data/parquet_files.cc apps/data/row_assembler.cc core/utf8.cc
+  apps/packed_samples.cc apps/data/documents.cc apps/data/packing.cc apps/data/permutation.cc apps/data/text_files.cc
   apps/config.cc apps/config_parse.cc apps/config_table.cc core/settings.cc apps/data.cc apps/model_from.cc
   apps/run_dir.cc apps/tokenizer.cc core/fatal_signals.cc core/runtime/allocator.cc
   dist/checkpoint/hf_files.cc dist/checkpoint/huggingface.cc
