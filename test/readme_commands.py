@@ -22,6 +22,8 @@ SUBSTITUTES = [
     ("tessera-train", r"--checkpoint\.every=\d+", "--checkpoint.every=2"),
     ("--model.from", r"--model\.context=\d+", "--model.context=8"),
     ("--model.from", r"$", " --device=cpu --train.steps=3 --train.micro_batch=2"),
+    ("tessera-tokenize train", r"--vocab=\d+", "--vocab=270"),
+    ("--model.vocab", r"--model\.vocab=\d+", "--model.vocab=270 --train.steps=3"),
     ("tessera-generate", r"$", " --device cpu --tokens 5"),
 ]
 
@@ -99,7 +101,7 @@ def main():
                     if where in command:
                         run = re.sub(old, new.format(mpirun=mpirun), run, count=1)
                 print("+ " + run, flush=True)
-                if not re.search(r"tessera-(train|generate|checkpoint|bench)", run):
+                if not re.search(r"tessera-(train|generate|checkpoint|tokenize|bench)", run):
                     failures.append("%s: %s: neither known nor listed as not run" % (path, command))
                     continue
                 result = subprocess.run(["bash", "-c", run], cwd=folder, env=environment,
