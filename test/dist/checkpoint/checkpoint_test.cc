@@ -308,6 +308,8 @@ TEST_CASE("checkpoint: the last K and the best stay", "[checkpoint]") {
   CHECK(dist::superfluous_checkpoints(all, 2, false) == std::vector<size_t>{2, 3, 4});
   CHECK(dist::superfluous_checkpoints(all, 5, true).empty());
   CHECK(dist::superfluous_checkpoints({}, 2, true).empty());
+  const std::vector<Rank> newest_is_best = {{30, 1.0}, {20, 2.0}, {10, 3.0}};
+  CHECK(dist::superfluous_checkpoints(newest_is_best, 1, true) == std::vector<size_t>{1, 2});
   const std::vector<Rank> unknown = {{2, std::nullopt}, {1, std::nan("")}};
   CHECK(dist::superfluous_checkpoints(unknown, 1, true) == std::vector<size_t>{1});
 }
