@@ -11,7 +11,6 @@
 
 #include "core/enum_names.h"
 #include "core/runtime/context.h"
-#include "dist/comm/nccl.h"
 #include "dist/fsdp/fully_shard.h"
 #include "dist/fsdp/scaler.h"
 #include "dist/fsdp/state_guard.h"
@@ -164,7 +163,6 @@ struct GuardConfig {
 };
 struct DistConfig {
   double timeout = 600;  ///< seconds
-  dist::NcclOptions nccl;
   bool single_process = false;
 };
 struct DebugConfig {

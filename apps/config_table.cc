@@ -524,11 +524,11 @@ void add_libraries(ConfigTable& t, Config& c, bool is_cuda) {
   t.add("dist.timeout", c.dist.timeout, {0.001, 1e9},
         "seconds until a collective that is not complete counts as hung")
       .also("ddp_timeout");
-  t.add("dist.nccl_reduce", c.dist.nccl.native_reduce_scatter, {"tree", "nccl"},
+  t.add("dist.nccl_reduce", c.runtime.backends.nccl.native_reduce_scatter, {"tree", "nccl"},
         "gradient sums on CUDA: this project's fixed tree over ranks, or NCCL in an order of "
         "its own")
       .needs(is_cuda, "device = cuda");
-  t.add("dist.nccl_max_ctas", c.dist.nccl.max_ctas, {0, 64},
+  t.add("dist.nccl_max_ctas", c.runtime.backends.nccl.max_ctas, {0, 64},
         "thread blocks (CTAs) that a NCCL communicator may use at once; 0: NCCL's choice")
       .needs(is_cuda, "device = cuda");
   t.add("dist.single_process", c.dist.single_process,

@@ -32,7 +32,6 @@
 #include "core/runtime/staging.h"
 #include "core/text.h"
 #include "dist/checkpoint/huggingface.h"
-#include "dist/comm/nccl.h"
 #include "dist/fsdp/shard_view.h"
 #include "dist/fsdp/state_guard.h"
 #include "nn/generate.h"
@@ -889,7 +888,6 @@ TrainResult train(const Config& given, dist::World& world) {
   Config config = given;
   world.set_timeout(std::chrono::milliseconds(static_cast<int64_t>(config.dist.timeout * 1e3)));
   world.set_verbose(config.debug.dist);
-  dist::set_nccl_options(config.dist.nccl);
   std::shared_ptr<Context> context;
   const std::optional<DType> stored_dtype = stored_param_dtype(config, world);
   world.control().verdict([&] {

@@ -2,7 +2,17 @@
 
 #include <string_view>
 
-namespace tessera::detail {
+namespace tessera {
+
+void throw_with_status(int status, const std::string& message) {
+#define TESSERA_THROW(Name, own, has_place) \
+  if (own > 1 && status == own) throw Name(message);
+  TESSERA_ERROR_CLASSES(TESSERA_THROW)
+#undef TESSERA_THROW
+  throw Error(message);
+}
+
+namespace detail {
 
 std::string locate(std::string message, const char* file, int line) {
   // Compilers get paths relative to the build directory; a reader wants the path in the tree, whose
@@ -15,4 +25,5 @@ std::string locate(std::string message, const char* file, int line) {
   return fmt::format("{} {}:{}", message, path, line);
 }
 
-}  // namespace tessera::detail
+}  // namespace detail
+}  // namespace tessera

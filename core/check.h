@@ -13,29 +13,48 @@ namespace tessera {
 /// `exit_status()` is what `main` ends with (1 unless a subclass says otherwise).
 class Error : public std::runtime_error {
  public:
+  static constexpr int kExitStatus = 1;
+  /// Its cause is a program, which has the place of the check that failed; else what a user gave.
+  static constexpr bool kHasPlace = true;
   explicit Error(const std::string& message) : std::runtime_error(message) {}
-  virtual int exit_status() const noexcept { return 1; }
+  virtual int exit_status() const noexcept { return kExitStatus; }
 };
 
-#define TESSERA_ERROR_CLASS(Name, status)                        \
-  class Name : public Error {                                    \
-   public:                                                       \
-    using Error::Error;                                          \
-    int exit_status() const noexcept override { return status; } \
-  }
-TESSERA_ERROR_CLASS(ShapeError, 1);
-TESSERA_ERROR_CLASS(DtypeError, 1);
-TESSERA_ERROR_CLASS(CudaError, 1);
-TESSERA_ERROR_CLASS(UnimplementedError, 1);
-TESSERA_ERROR_CLASS(InternalError, 1);
-TESSERA_ERROR_CLASS(OutOfMemoryError, 1);
-TESSERA_ERROR_CLASS(ConfigError, 2);      ///< command line or configuration
-TESSERA_ERROR_CLASS(InputError, 3);       ///< a bad input file: text, tokens, tokenizer, weights
-TESSERA_ERROR_CLASS(CheckpointError, 4);  ///< a damaged or unsuitable checkpoint
-TESSERA_ERROR_CLASS(NumericsError, 5);    ///< non-finite loss or gradient norm
-TESSERA_ERROR_CLASS(CommError, 6);        ///< a collective or another rank failed
-TESSERA_ERROR_CLASS(IoError, 7);          ///< reading or writing failed
+// Class, exit status, whether messages end in the place of the check.
+//
+//   ConfigError      command line or configuration
+//   InputError       a bad input file: text, tokens, tokenizer, weights
+//   CheckpointError  a damaged or unsuitable checkpoint
+//   NumericsError    non-finite loss or gradient norm
+//   CommError        a collective or another rank failed
+//   IoError          reading or writing failed
+#define TESSERA_ERROR_CLASSES(X) \
+  X(ShapeError, 1, true)         \
+  X(DtypeError, 1, true)         \
+  X(CudaError, 1, true)          \
+  X(UnimplementedError, 1, true) \
+  X(InternalError, 1, true)      \
+  X(OutOfMemoryError, 1, true)   \
+  X(ConfigError, 2, false)       \
+  X(InputError, 3, false)        \
+  X(CheckpointError, 4, false)   \
+  X(NumericsError, 5, false)     \
+  X(CommError, 6, true)          \
+  X(IoError, 7, false)
+#define TESSERA_ERROR_CLASS(Name, status, has_place)                  \
+  class Name : public Error {                                         \
+   public:                                                            \
+    static constexpr int kExitStatus = status;                        \
+    static constexpr bool kHasPlace = has_place;                      \
+    using Error::Error;                                               \
+    int exit_status() const noexcept override { return kExitStatus; } \
+  };
+TESSERA_ERROR_CLASSES(TESSERA_ERROR_CLASS)
 #undef TESSERA_ERROR_CLASS
+
+/// Throws the class that has an exit status of its own, as which another process reported it, else
+/// Error.
+[[noreturn]] void throw_with_status(int status, const std::string& message);
 
 class Shape;
 enum class DType : unsigned char;
@@ -53,7 +72,9 @@ using CheckError =
 template <class E, class... Args>
 [[noreturn]] void fail(const char* file, int line, fmt::format_string<Args...> format,
                        Args&&... args) {
-  throw E(locate(fmt::format(format, std::forward<Args>(args)...), file, line));
+  std::string message = fmt::format(format, std::forward<Args>(args)...);
+  if constexpr (E::kHasPlace) message = locate(std::move(message), file, line);
+  throw E(message);
 }
 
 template <class A, class B>
@@ -65,7 +86,8 @@ template <class A, class B>
 
 }  // namespace detail
 
-/// A mistake of the caller; always checked. TESSERA_CHECK(cond, "op: expected ..., got {}", x).
+/// A mistake of the caller; always checked. TESSERA_CHECK(cond, "op: expected ..., got {}", x). The
+/// message ends in the place of the check, but for what a user gave (ConfigError, InputError, ...).
 #define TESSERA_CHECK_AS(ErrorType, cond, ...)                             \
   do {                                                                     \
     if (!(cond)) [[unlikely]]                                              \

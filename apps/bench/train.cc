@@ -479,9 +479,9 @@ int run(int argc, char** argv) {
                      "--gemm-sequence: expected products by cuBLASLt, but {}",
                      o.gemm == "own" ? "--gemm=own" : kernels::cuda::cublaslt_problem());
   };
-  const Backends backends = {
-      .attention = enum_from_name<AttentionBackend>(o.attention, "--attention"),
-      .gemm = enum_from_name<GemmBackend>(o.gemm, "--gemm")};
+  Backends backends;
+  backends.attention = enum_from_name<AttentionBackend>(o.attention, "--attention");
+  backends.gemm = enum_from_name<GemmBackend>(o.gemm, "--gemm");
   const bool is_quick = o.steps == 1;  // to see that it works, maybe where it is slow
   if (o.num_thread_ranks > 0) {
     dist::LocalOptions local;

@@ -1,9 +1,11 @@
 #pragma once
 
+#include <cstdint>
+
 #include "core/enum_names.h"
 
-// Which code computes where a library offers what this project has kernels for. A Context has one
-// choice of each, so that two models in one process may differ.
+// Which code computes where a library offers what this project has kernels for, and how libraries
+// are used. A Context has one choice of each, so that two models in one process may differ.
 
 namespace tessera {
 
@@ -33,10 +35,23 @@ constexpr auto enum_names(GemmBackend) {
                                                {GemmBackend::kCublasLt, "cublaslt"}});
 }
 
+/// Of NCCL's communicators, taken where they are made and inherited by those split from them.
+struct NcclOptions {
+  /// reduce_scatter by NCCL's own sum where out == wire and nothing is accumulated: fewer bytes of
+  /// staging, but the order of the sum is NCCL's, and so are the bits.
+  bool native_reduce_scatter = false;
+  /// Thread blocks a communicator may use at once; 0 = NCCL's choice. Two communicators at work
+  /// take them from compute twice.
+  int max_ctas = 0;
+  /// `Comm::allocate` of fewer bytes gives ordinary memory: NCCL's comes in pieces of 2 MiB.
+  int64_t min_registered_nbytes = int64_t{1} << 20;
+};
+
 struct Backends {
   AttentionBackend attention = AttentionBackend::kOwn;
   GemmBackend gemm = GemmBackend::kAuto;
   bool gemm_tf32 = false;  ///< cuBLASLt may round f32 operands to TF32
+  NcclOptions nccl;
 };
 
 }  // namespace tessera

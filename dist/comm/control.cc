@@ -11,29 +11,6 @@
 
 namespace tessera::dist {
 
-namespace {
-
-[[noreturn]] void throw_with_status(int status, const std::string& message) {
-  switch (status) {
-    case 2:
-      throw ConfigError(message);
-    case 3:
-      throw InputError(message);
-    case 4:
-      throw CheckpointError(message);
-    case 5:
-      throw NumericsError(message);
-    case 6:
-      throw CommError(message);
-    case 7:
-      throw IoError(message);
-    default:
-      throw Error(message);
-  }
-}
-
-}  // namespace
-
 Control::Control(std::shared_ptr<HostTransport> transport, std::shared_ptr<CollectiveLog> log)
     : transport_(std::move(transport)), log_(std::move(log)) {}
 

@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <cstddef>
-#include <mutex>
 #include <utility>
 
 #include "core/runtime/context.h"
@@ -31,30 +30,13 @@
 
 namespace tessera::dist {
 
-namespace {
-
-std::mutex options_mutex;
-NcclOptions options_now;
-
-}  // namespace
-
-NcclOptions nccl_options() {
-  const std::lock_guard lock(options_mutex);
-  return options_now;
-}
-
-void set_nccl_options(const NcclOptions& options) {
-  const std::lock_guard lock(options_mutex);
-  options_now = options;
-}
-
 #if TESSERA_HAS_NCCL
 
 namespace {
 
-ncclConfig_t make_config() {
+ncclConfig_t make_config(const NcclOptions& options) {
   ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-  if (const int max_ctas = nccl_options().max_ctas; max_ctas > 0) config.maxCTAs = max_ctas;
+  if (options.max_ctas > 0) config.maxCTAs = options.max_ctas;
   return config;
 }
 
@@ -139,10 +121,11 @@ class NcclMover final : public Mover {
 class NcclComm final : public Comm {
  public:
   NcclComm(std::shared_ptr<HostTransport> transport, std::shared_ptr<Watchdog> watchdog,
-           ncclComm_t comm, std::shared_ptr<NcclFamily> family)
+           ncclComm_t comm, std::shared_ptr<NcclFamily> family, const NcclOptions& options)
       : Comm(std::move(transport), std::move(watchdog), DeviceType::kCuda),
         state_(std::make_shared<NcclState>(this->transport(), log(), comm)),
-        family_(std::move(family)) {
+        family_(std::move(family)),
+        options_(options) {
     this->watchdog()->add_poller(state_);
     if (comm != nullptr) family_->members.emplace_back(state_);
   }
@@ -169,7 +152,7 @@ class NcclComm final : public Comm {
       return true;
     }
     if (c.kind == Collective::Kind::kReduceScatter && c.wire == c.out && !c.accumulate &&
-        nccl_options().native_reduce_scatter) {
+        options_.native_reduce_scatter) {
       TESSERA_NCCL_CHECK(comm(), ncclReduceScatter(c.src, c.dst, numel, nccl_type(c.wire), ncclSum,
                                                    comm(), stream.cuda()));
       return true;
@@ -182,31 +165,33 @@ class NcclComm final : public Comm {
   }
 
   std::shared_ptr<MemoryBackend> do_memory(int64_t nbytes) override {
-    if (comm() == nullptr || nbytes < nccl_options().min_registered_nbytes) return nullptr;
+    if (comm() == nullptr || nbytes < options_.min_registered_nbytes) return nullptr;
     return std::make_shared<NcclMemory>(family_->alive());
   }
 
   std::unique_ptr<Comm> do_split(std::shared_ptr<HostTransport> host, int color, int key) override {
     ncclComm_t child = nullptr;
     if (world_size() > 1) {
-      ncclConfig_t config = make_config();
+      ncclConfig_t config = make_config(options_);
       const HostCallScope scope(*log(), "ncclCommSplit", {}, 0);
       TESSERA_CHECK_AS(CommError, !state_->is_over(), "split: the communicator has ended");
       TESSERA_NCCL_CHECK(comm(), ncclCommSplit(comm(), color, key, &child, &config));
     }
-    return std::make_unique<NcclComm>(std::move(host), watchdog(), child, family_);
+    return std::make_unique<NcclComm>(std::move(host), watchdog(), child, family_, options_);
   }
 
   void do_abort() noexcept override { state_->poll(); }
 
   const std::shared_ptr<NcclState> state_;
   const std::shared_ptr<NcclFamily> family_;
+  const NcclOptions options_;
 };
 
 }  // namespace
 
 std::unique_ptr<Comm> make_nccl_comm(std::shared_ptr<HostTransport> transport,
                                      std::shared_ptr<Watchdog> watchdog) {
+  const NcclOptions options = Context::current()->options().backends.nccl;
   ncclComm_t comm = nullptr;
   if (transport->world_size() > 1) {
     TESSERA_CHECK_AS(CommError, nccl_problem().empty(), "NCCL: {}", nccl_problem());
@@ -215,13 +200,13 @@ std::unique_ptr<Comm> make_nccl_comm(std::shared_ptr<HostTransport> transport,
     ncclUniqueId id{};
     if (transport->rank() == 0) TESSERA_NCCL_CHECK(nullptr, ncclGetUniqueId(&id));
     transport->broadcast({}, &id, sizeof id, 0);
-    ncclConfig_t config = make_config();
+    ncclConfig_t config = make_config(options);
     use_cuda_device(Context::current()->device());
     TESSERA_NCCL_CHECK(nullptr, ncclCommInitRankConfig(&comm, transport->world_size(), id,
                                                        transport->rank(), &config));
   }
   return std::make_unique<NcclComm>(std::move(transport), std::move(watchdog), comm,
-                                    std::make_shared<NcclFamily>());
+                                    std::make_shared<NcclFamily>(), options);
 }
 
 #else  // a build without NCCL's header

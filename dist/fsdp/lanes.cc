@@ -1,6 +1,5 @@
 #include "dist/fsdp/lanes.h"
 
-#include "dist/comm/nccl.h"
 #include "dist/fsdp/flat_bytes.h"
 
 namespace tessera::dist {
@@ -14,7 +13,7 @@ Lanes::Lanes(const Policy& policy_, Comm& everyone) : policy(policy_) {
                        ? all_gather
                        : context.make_stream("reduce_scatter", {.high_priority = true});
   all_reduce = context.make_stream("all_reduce");
-  is_reduced_into_shards = !is_on_cpu() && nccl_options().native_reduce_scatter;
+  is_reduced_into_shards = !is_on_cpu() && context.options().backends.nccl.native_reduce_scatter;
   if (policy.offloads()) {
     offloader = std::make_shared<Offloader>(options.offload, options.offload_window,
                                             !options.reproducible, policy.poison);

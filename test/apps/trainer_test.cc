@@ -16,7 +16,6 @@
 #include "apps/run_control.h"
 #include "core/autograd.h"
 #include "dist/comm/local.h"
-#include "dist/comm/nccl.h"
 #include "kernels/attention/attention.h"
 #include "kernels/matmul/backend.h"
 #include "test/apps/runs.h"
@@ -256,12 +255,16 @@ TEST_CASE("trainer: the keys of kernels choose who computes, and only in that ru
 }
 
 TEST_CASE("trainer: the keys of NCCL reach its communicators", "[trainer]") {
-  run(1, {"--train.steps=1", "--dist.nccl_reduce=nccl", "--dist.nccl_max_ctas=7"});
-  CHECK(dist::nccl_options().native_reduce_scatter);
-  CHECK(dist::nccl_options().max_ctas == 7);
-  run(1, {"--train.steps=1"});
-  CHECK_FALSE(dist::nccl_options().native_reduce_scatter);
-  CHECK(dist::nccl_options().max_ctas == 0);
+  // Made under the Context of the run, which has them (test/simt/comm_nccl_test.cc).
+  const auto nccl = [](const std::vector<std::string>& keys) {
+    return load_config("", keys).runtime.backends.nccl;
+  };
+  const NcclOptions set =
+      nccl({"--data.text=x", "--dist.nccl_reduce=nccl", "--dist.nccl_max_ctas=7"});
+  CHECK(set.native_reduce_scatter);
+  CHECK(set.max_ctas == 7);
+  CHECK_FALSE(nccl({"--data.text=x"}).native_reduce_scatter);
+  CHECK(nccl({"--data.text=x"}).max_ctas == 0);
 }
 
 TEST_CASE("trainer: in reproducible mode 2 and 4 ranks give the bits of one", "[trainer]") {

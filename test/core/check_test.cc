@@ -1,5 +1,7 @@
 #include "core/check.h"
 
+#include <typeinfo>
+
 #include "core/dtype.h"
 #include "core/shape.h"
 #include "test/testing.h"
@@ -18,6 +20,36 @@ TEST_CASE("check: a failed check says what, and where in the tree", "[check]") {
   const std::string text = error_of([&] { TESSERA_CHECK(value < 5, "op: got {}", value); });
   CHECK(contains(text, "op: got 7 test/core/check_test.cc:"));
   CHECK_NOTHROW([&] { TESSERA_CHECK(value > 5, "op: got {}", value); }());
+}
+
+TEST_CASE("check: what a user gave is named without a place in the sources", "[check]") {
+  const auto message = [](auto error) {
+    return error_of([] { TESSERA_CHECK_AS(decltype(error), false, "key: got {}", 7); });
+  };
+  CHECK(message(ConfigError("")) == "key: got 7");
+  CHECK(message(InputError("")) == "key: got 7");
+  CHECK(message(CheckpointError("")) == "key: got 7");
+  CHECK(message(NumericsError("")) == "key: got 7");
+  CHECK(message(IoError("")) == "key: got 7");
+  CHECK(contains(message(CommError("")), "key: got 7 test/core/check_test.cc:"));
+  CHECK(contains(message(InternalError("")), "key: got 7 test/core/check_test.cc:"));
+}
+
+TEST_CASE("check: an exit status is thrown as the class that has it", "[check]") {
+  CHECK_THROWS_AS(throw_with_status(2, "x"), ConfigError);
+  CHECK_THROWS_AS(throw_with_status(3, "x"), InputError);
+  CHECK_THROWS_AS(throw_with_status(4, "x"), CheckpointError);
+  CHECK_THROWS_AS(throw_with_status(5, "x"), NumericsError);
+  CHECK_THROWS_AS(throw_with_status(6, "x"), CommError);
+  CHECK_THROWS_AS(throw_with_status(7, "x"), IoError);
+  for (const int other : {0, 1, 8, 139}) {
+    try {
+      throw_with_status(other, "what it said");
+    } catch (const Error& error) {
+      CHECK(typeid(error) == typeid(Error));
+      CHECK(std::string(error.what()) == "what it said");
+    }
+  }
 }
 
 TEST_CASE("check: a comparison shows the expression and both values", "[check]") {

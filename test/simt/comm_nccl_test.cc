@@ -1,5 +1,7 @@
 #include <atomic>
+#include <barrier>
 #include <chrono>
+#include <future>
 
 #include "core/runtime/cuda/cuda.h"
 #include "core/runtime/order_check.h"
@@ -21,6 +23,12 @@ LocalOptions on_devices(std::chrono::milliseconds timeout = std::chrono::seconds
   LocalOptions options;
   options.context.device = {DeviceType::kCuda, 0};
   options.timeout = timeout;
+  return options;
+}
+
+LocalOptions on_devices(const NcclOptions& nccl) {
+  LocalOptions options = on_devices();
+  options.context.backends.nccl = nccl;
   return options;
 }
 
@@ -99,8 +107,7 @@ TEST_CASE("comm_nccl: memory for rings is registered, counted and given back", "
 }
 
 TEST_CASE("comm_nccl: NCCL's own reduce_scatter is a setting", "[comm][simt]") {
-  set_nccl_options({.native_reduce_scatter = true, .max_ctas = 8});
-  run_ranks(4, on_devices(), [](World& world) {
+  run_ranks(4, on_devices({.native_reduce_scatter = true, .max_ctas = 8}), [](World& world) {
     const auto comm = world.make_comm();
     const Stream stream = Context::current()->make_stream("comm");
     const Buffer<float> full(std::vector<float>(400, static_cast<float>(world.rank() + 1)));
@@ -116,7 +123,32 @@ TEST_CASE("comm_nccl: NCCL's own reduce_scatter is a setting", "[comm][simt]") {
     expect_bits(sum, std::vector<double>(100, 1 + (1 + 1e-12) + (1 + 2e-12) + (1 + 3e-12)),
                 "reduce_scatter of f64");
   });
-  set_nccl_options({});
+  expect_clean();
+}
+
+TEST_CASE("comm_nccl: two Worlds in one process keep options of their own", "[comm][simt]") {
+  // In NCCL's order of ranks the sum is 1, in the project's tree over them 0.
+  constexpr float kTerms[] = {1e8f, 1, -1e8f, 1};
+  std::barrier both(8);
+  const auto run = [&](bool is_native) {
+    run_ranks(4, on_devices({.native_reduce_scatter = is_native}), [&](World& world) {
+      const auto comm = world.make_comm();
+      both.arrive_and_wait();  // the other World's are made with other options
+      const auto child = comm->split(0, world.rank());
+      const Stream stream = Context::current()->make_stream("comm");
+      const Buffer<float> full(std::vector<float>(4, kTerms[world.rank()]));
+      const Buffer<float> shard({-1.0f}), staging(std::vector<float>(16, 0.0f));
+      for (Comm* c : {comm.get(), child.get()}) {
+        c->reduce_scatter(stream, shard.data(), full.data(), 1, kF32, kF32, false, staging.data());
+        stream.synchronize();
+        expect_bits(shard, {is_native ? 1.0f : 0.0f}, is_native ? "native" : "tree");
+      }
+      both.arrive_and_wait();
+    });
+  };
+  auto native = std::async(std::launch::async, [&] { run(true); });
+  run(false);
+  native.get();
   expect_clean();
 }
 
@@ -283,9 +315,10 @@ TEST_CASE("comm_nccl: abort ends what is queued, and what is called later", "[co
 
 TEST_CASE("planted: a wrong count, a wrong type and a wrong order in NCCL are caught",
           "[comm][simt]") {
-  const auto run = [](const std::function<void(Comm&, const Stream&, float*)>& odd) {
-    const std::string message = error_of([&odd] {
-      run_ranks(2, on_devices(), [&odd](World& world) {
+  const auto run = [](const std::function<void(Comm&, const Stream&, float*)>& odd,
+                      const NcclOptions& options = {}) {
+    const std::string message = error_of([&] {
+      run_ranks(2, on_devices(options), [&odd](World& world) {
         const auto comm = world.make_comm();
         const Stream stream = Context::current()->make_stream("comm");
         const Buffer<float> data(std::vector<float>(64, 1.0f));
@@ -307,14 +340,14 @@ TEST_CASE("planted: a wrong count, a wrong type and a wrong order in NCCL are ca
       }) ==
       "NCCL: invalid usage; the ranks disagree: rank 0 calls ncclAllGather of 32 elements of type "
       "1, rank 1 ncclAllGather of 16 elements of type 1");
-  set_nccl_options({.native_reduce_scatter = true});
   CHECK(
-      run([](Comm& comm, const Stream& stream, float* data) {
-        comm.reduce_scatter(stream, data + 32, data, 8, kF32, kF32, false, nullptr);
-      }) ==
+      run(
+          [](Comm& comm, const Stream& stream, float* data) {
+            comm.reduce_scatter(stream, data + 32, data, 8, kF32, kF32, false, nullptr);
+          },
+          {.native_reduce_scatter = true}) ==
       "NCCL: invalid usage; the ranks disagree: rank 0 calls ncclAllGather of 32 elements of type "
       "1, rank 1 ncclReduceScatter of 8 elements of type 7");
-  set_nccl_options({});
 }
 
 TEST_CASE("planted: a send and a receive of different lengths are caught", "[comm][simt]") {

@@ -39,6 +39,7 @@ struct Run {
   DeviceType device = DeviceType::kCuda;
   int num_steps = 10;
   dist::FsdpOptions fsdp = {};
+  NcclOptions nccl = {};
   /// Calls `submit`, which submits a step.
   std::function<void(int step, const std::function<void()>& submit)> around_step = {};
 };
@@ -127,6 +128,7 @@ Curve train(const Run& run) {
   std::vector<Curve> curves(kRanks);
   dist::LocalOptions local;
   local.context.device = {run.device, 0};
+  local.context.backends.nccl = run.nccl;
   dist::run_ranks(kRanks, local, [&](World& world) {
     curves[static_cast<size_t>(world.rank())] = train_rank(world, run);
   });
@@ -300,15 +302,14 @@ TEST_CASE("simt train: all memory that NCCL moves in a step is registered, and n
   all.back().precision.wire_dtype = kBF16;
   for (const dist::FsdpOptions& options : all) {
     const DType dtype = options.precision.wire_dtype.value_or(kF32);
-    const Run run{.param_dtype = dtype, .num_steps = 2, .fsdp = options};
+    Run run{.param_dtype = dtype, .num_steps = 2, .fsdp = options};
     INFO(name_of(options.strategy) << " " << name_of(dtype));
     simt::take_nccl_buffers();
     const Curve expected = train(run);
     CHECK(simt::take_nccl_buffers().largest_other > kScalars);  // all of it is small
     for (const bool is_native : {false, true}) {
-      dist::set_nccl_options({.native_reduce_scatter = is_native, .min_registered_nbytes = 1});
+      run.nccl = {.native_reduce_scatter = is_native, .min_registered_nbytes = 1};
       const Curve actual = train(run);
-      dist::set_nccl_options({});
       const simt::NcclBuffers buffers = simt::take_nccl_buffers();
       INFO(buffers.num_registered << " registered, " << buffers.num_others << " others");
       CHECK(buffers.num_registered > 0);
