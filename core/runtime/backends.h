@@ -51,7 +51,7 @@ struct Backends {
   AttentionBackend attention = AttentionBackend::kOwn;
   GemmBackend gemm = GemmBackend::kAuto;
   bool gemm_tf32 = false;  ///< cuBLASLt may round f32 operands to TF32
-  NcclOptions nccl;
+  NcclOptions nccl = {};
 };
 
 }  // namespace tessera

@@ -78,7 +78,7 @@ TEST_CASE("device: products by each backend are those of the CPU", "[cuda]") {
         }
         INFO(fmt::format("{} [{}, {}, {}], backend {}", dtype, rows, n, k,
                          backend == GemmBackend::kOwn ? "own" : "cublaslt"));
-        check_on_device(run, expected, tol(dtype, 2 * rows * k), {.gemm = backend, .nccl = {}});
+        check_on_device(run, expected, tol(dtype, 2 * rows * k), {.gemm = backend});
       }
     }
   }
@@ -108,7 +108,7 @@ TEST_CASE("device: attention by each backend is that of the CPU", "[cuda]") {
       }
       for (const AttentionBackend backend : {AttentionBackend::kCudnn, AttentionBackend::kAuto}) {
         INFO("backend " << static_cast<int>(backend));
-        check_on_device(run, expected, 2 * tol(dtype, 4 * 67), {.attention = backend, .nccl = {}});
+        check_on_device(run, expected, 2 * tol(dtype, 4 * 67), {.attention = backend});
       }
 #endif
     }

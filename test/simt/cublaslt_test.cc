@@ -62,8 +62,7 @@ void check_on_device(const std::function<Values()>& f, double tolerance, bool tf
   const Values expected = run_on(DeviceType::kCpu, f);
   for (const auto backend : {GemmBackend::kAuto, GemmBackend::kCublasLt, GemmBackend::kOwn}) {
     INFO("backend " << static_cast<int>(backend));
-    const Values actual =
-        run_on(DeviceType::kCuda, f, {.gemm = backend, .gemm_tf32 = tf32, .nccl = {}});
+    const Values actual = run_on(DeviceType::kCuda, f, {.gemm = backend, .gemm_tf32 = tf32});
     REQUIRE(actual.size() == expected.size());
     for (size_t i = 0; i < actual.size(); ++i) {
       check_close(actual[i], expected[i], tolerance, fmt::format("result {}", i));
@@ -303,10 +302,8 @@ TEST_CASE("simt cublaslt: TF32 is off until it is asked for", "[matmul][cuda][si
 class Layer {
  public:
   explicit Layer(GemmBackend gemm)
-      : context_(
-            std::make_shared<Context>(ContextOptions{.device = {DeviceType::kCuda, 0},
-                                                     .num_threads = 1,
-                                                     .backends = {.gemm = gemm, .nccl = {}}})) {
+      : context_(std::make_shared<Context>(ContextOptions{
+            .device = {DeviceType::kCuda, 0}, .num_threads = 1, .backends = {.gemm = gemm}})) {
     const Context::Scope scope(context_);
     w_ = leaf({24, 512}, kF32, 2);
   }
