@@ -4,6 +4,8 @@
 #include <array>
 #include <iterator>
 
+#include "apps/text/jinja/meter.h"
+
 namespace tessera::text::jinja {
 namespace {
 
@@ -23,26 +25,33 @@ struct CaseSpecial {
 
 #include "apps/text/jinja/unicode_tables.inc"
 
+/// Of ASCII, the letters from `first_ascii` on are mapped.
 struct CaseTable {
+  char32_t first_ascii;
   const CaseRun *runs, *runs_end;
   const CaseSpecial *special, *special_end;
 };
 
 template <size_t N, size_t M>
-constexpr CaseTable table_of(const CaseRun (&runs)[N], const CaseSpecial (&special)[M]) {
-  return {runs, runs + N, special, special + M};
-}
-template <size_t N>
-constexpr CaseTable table_of(const CaseRun (&runs)[N]) {
-  return {runs, runs + N, nullptr, nullptr};
+constexpr CaseTable table_of(char first_ascii, const CaseRun (&runs)[N],
+                             const CaseSpecial (&special)[M]) {
+  return {static_cast<char32_t>(first_ascii), runs, runs + N, special, special + M};
 }
 
-constexpr CaseTable kUpper = table_of(kUpperRuns, kUpperSpecial);
-constexpr CaseTable kLower = table_of(kLowerRuns, kLowerSpecial);
-constexpr CaseTable kTitle = table_of(kTitleRuns, kTitleSpecial);
-constexpr CaseTable kFold = table_of(kFoldRuns, kFoldSpecial);
+constexpr CaseTable kUpper = table_of('a', kUpperRuns, kUpperSpecial);
+constexpr CaseTable kLower = table_of('A', kLowerRuns, kLowerSpecial);
+constexpr CaseTable kTitle = table_of('a', kTitleRuns, kTitleSpecial);
+constexpr CaseTable kFold = table_of('A', kFoldRuns, kFoldSpecial);
+constexpr CaseTable kSame = {0x80, nullptr, nullptr, nullptr, nullptr};
 
+/// A search counts as an operation: texts that have nothing but such characters take their time.
 void append_mapped(std::string& out, const CaseTable& table, char32_t c) {
+  if (c < 0x80) {
+    const bool is_mapped = c >= table.first_ascii && c < table.first_ascii + 26;
+    out += static_cast<char>(is_mapped ? c ^ 0x20u : c);
+    return;
+  }
+  count_steps(1);
   const CaseSpecial* special =
       std::lower_bound(table.special, table.special_end, c,
                        [](const CaseSpecial& each, char32_t key) { return each.from < key; });
@@ -117,7 +126,9 @@ uint16_t properties_of(char32_t c) {
     for (char32_t each = 0; each < 128; ++each) table[each] = find_properties(each);
     return table;
   }();
-  return c < 128 ? kAscii[c] : find_properties(c);
+  if (c < 128) return kAscii[c];
+  count_steps(1);
+  return find_properties(c);
 }
 
 int decimal_value(char32_t c) {
@@ -204,7 +215,7 @@ std::string swap_case(std::string_view text) {
     if ((properties & kIsUpper) != 0) {
       append_lower(out, text, begin, end, c);
     } else {
-      append_mapped(out, (properties & kIsLower) != 0 ? kUpper : CaseTable{}, c);
+      append_mapped(out, (properties & kIsLower) != 0 ? kUpper : kSame, c);
     }
   });
   return out;

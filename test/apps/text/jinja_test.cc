@@ -183,6 +183,11 @@ TEST_CASE("jinja: hostile templates end in one line and within their memory", "[
        steps},
       {"{% set x = 'a' * 1000000 %}{% for i in range(99999) %}{% set y = x|upper %}{% endfor %}",
        steps},
+      {"{% set x = '\xce\xa3' * 500000 %}{% for i in range(99) %}{% set y = x|lower %}{% endfor %}",
+       steps},
+      {"{% set x = '\xce\xa3' * 500000 %}{% for i in range(99) %}{{ x.swapcase()|length }}"
+       "{{ x.isalpha() }}{% endfor %}",
+       steps},
       {"{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}", depth},
       {"{% for i in [1] recursive %}{{ loop([1]) }}{% endfor %}", depth},
       {"{% macro m() %}{{ caller }}{% call m() %}{% endcall %}{% endmacro %}{{ m() }}", depth},
