@@ -59,7 +59,8 @@ std::string unused_word(const std::string& text) {
 
 ChatTemplate::ChatTemplate(std::string_view source, std::string name, Value variables,
                            jinja::RenderOptions options)
-    : name_(std::move(name)),
+    : source_(source),
+      name_(std::move(name)),
       template_([&] {
         try {
           return jinja::Template(source, options.limits);
@@ -91,6 +92,11 @@ std::string ChatTemplate::prompt(const Conversation& conversation) const {
   } catch (const jinja::TemplateError& error) {
     fail(conversation, error.what());
   }
+}
+
+std::string ChatTemplate::special_token(std::string_view name) const {
+  const Value* token = variables_.dict().find(name);
+  return token != nullptr && token->is_string() ? token->text() : std::string();
 }
 
 RenderedChat ChatTemplate::render(const Conversation& conversation, TrainOn train_on) const {
@@ -160,9 +166,7 @@ Span ChatTemplate::find_turn(const Conversation& conversation, const std::string
   size_t end =
       is_found ? up_to.size() : end_of_changed_turn(conversation, text, index, before.size());
   // Some templates end a turn only where another message follows.
-  const Value* eos = variables_.dict().find(std::string_view("eos_token"));
-  if (eos != nullptr && eos->is_string() && !eos->text().empty()) {
-    const std::string& token = eos->text();
+  if (const std::string token = special_token("eos_token"); !token.empty()) {
     const bool has_token =
         text.substr(before.size(), end - before.size()).find(token) != std::string::npos;
     if (!has_token && text.compare(end, token.size(), token) == 0) end += token.size();
@@ -225,13 +229,18 @@ Span ChatTemplate::find_completion(const Conversation& conversation,
   return {before.size(), text.size()};
 }
 
-ChatTemplate load_chat_template(const std::string& dir, jinja::RenderOptions options) {
+ChatTemplate load_chat_template(const std::string& dir, const std::string& path,
+                                jinja::RenderOptions options) {
   constexpr int64_t kMaxNbytes = 64 << 20;
   namespace fs = std::filesystem;
+  std::error_code ignored;
+  if (!path.empty() && fs::is_directory(path, ignored)) {
+    return load_chat_template(path, "", std::move(options));
+  }
   const std::string config_path = dir + "/tokenizer_config.json";
-  const std::string template_path = dir + "/chat_template.jinja";
+  const std::string template_path = path.empty() ? dir + "/chat_template.jinja" : path;
   Value config = jinja::make_dict(std::make_shared<DictObject>());
-  if (fs::exists(config_path)) {
+  if (!dir.empty() && fs::exists(config_path, ignored)) {
     config = jinja::parse_json(config_path, read_regular_file(config_path, kMaxNbytes));
     if (!config.is(Kind::kDict)) {
       throw InputError(
@@ -254,7 +263,7 @@ ChatTemplate load_chat_template(const std::string& dir, jinja::RenderOptions opt
     for (const auto& [name, value] : tokens->dict().items) add_token(name.text(), &value);
   }
   const Value all = jinja::make_dict(std::move(variables));
-  if (fs::exists(template_path)) {
+  if (!path.empty() || fs::exists(template_path, ignored)) {
     return {read_regular_file(template_path, kMaxNbytes), template_path, all, std::move(options)};
   }
   const Value* source = config.dict().find(std::string_view("chat_template"));

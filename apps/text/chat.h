@@ -8,30 +8,14 @@
 #include <string_view>
 #include <vector>
 
+#include "apps/text/chat_options.h"
 #include "apps/text/jinja/template.h"
-#include "core/enum_names.h"
+#include "apps/text/tokenizer.h"
 
 // Conversations as texts to train on: the shapes in which they come, what a model's chat template
 // makes of them, and which part of it is to be learned.
 
 namespace tessera::text {
-
-enum class ChatShape { kAuto, kMessages, kPromptCompletion, kSharegpt, kAlpaca };
-enum class TrainOn { kAssistant, kCompletion, kLast, kAll };
-
-constexpr auto enum_names(ChatShape) {
-  return std::to_array<EnumName<ChatShape>>({{ChatShape::kAuto, "auto"},
-                                             {ChatShape::kMessages, "messages"},
-                                             {ChatShape::kPromptCompletion, "prompt_completion"},
-                                             {ChatShape::kSharegpt, "sharegpt"},
-                                             {ChatShape::kAlpaca, "alpaca"}});
-}
-constexpr auto enum_names(TrainOn) {
-  return std::to_array<EnumName<TrainOn>>({{TrainOn::kAssistant, "assistant"},
-                                           {TrainOn::kCompletion, "completion"},
-                                           {TrainOn::kLast, "last"},
-                                           {TrainOn::kAll, "all"}});
-}
 
 struct Conversation {
   jinja::Value messages;  ///< a list of dicts: role, content and what else a message has
@@ -51,6 +35,9 @@ struct Conversation {
 /// Errors   InputError without the name of the file: a key that is missing, a message that is none,
 ///          an unknown role
 Conversation parse_conversation(const jinja::Value& row, ChatShape shape = ChatShape::kAuto);
+
+/// A conversation of one message, the user's.
+Conversation question(std::string_view text);
 
 /// The conversation in a message: its roles and the beginnings of its texts.
 std::string describe(const Conversation& conversation);
@@ -87,6 +74,9 @@ class ChatTemplate {
   std::string prompt(const Conversation& conversation) const;
 
   bool has_generation() const { return template_.has_generation(); }
+  const std::string& source() const { return source_; }
+  /// "eos_token" and the like as the tokenizer's files have it; empty if they do not.
+  std::string special_token(std::string_view name) const;
 
  private:
   struct Turn;
@@ -102,16 +92,19 @@ class ChatTemplate {
   jinja::Span find_completion(const Conversation& conversation, const std::string& text) const;
   [[noreturn]] void fail(const Conversation& conversation, const std::string& why) const;
 
-  std::string name_;
+  std::string source_, name_;
   jinja::Template template_;
   jinja::Value variables_;
   jinja::RenderOptions options_;
 };
 
 /// The template of a model's directory (chat_template.jinja, or chat_template in
-/// tokenizer_config.json) with the special tokens that are named there.
+/// tokenizer_config.json) with the special tokens that are named there. In its place that of the
+/// file `path`, or of the directory `path` with the tokens there, unless that is empty; then `dir`
+/// may be.
 /// Errors   InputError that names the file, also where there is no template
-ChatTemplate load_chat_template(const std::string& dir, jinja::RenderOptions options = {});
+ChatTemplate load_chat_template(const std::string& dir, const std::string& path = "",
+                                jinja::RenderOptions options = {});
 
 /// The conversation for a terminal: what is learned in green, what is not dimmed, control characters
 /// escaped but for line breaks. Without colour [[what is learned]] stands in brackets.
@@ -122,7 +115,8 @@ using EncodeWithOffsets = std::function<void(std::string_view text, std::vector<
                                              std::vector<jinja::Span>& offsets)>;
 
 /// The offsets of a tokenizer that has none: `decode` gives the bytes of one id, and a text is its
-/// ids' bytes one behind the other, but for spaces that a token is written without.
+/// ids' bytes one behind the other, but for spaces that a token is written without, and one before
+/// a word that the tokenizer adds.
 /// Errors   InputError at the first byte that no id accounts for: the tokenizer changes the text
 EncodeWithOffsets with_offsets(std::function<std::vector<int32_t>(std::string_view text)> encode,
                                std::function<std::string(int32_t id)> decode);
@@ -136,5 +130,20 @@ struct TokenizedChat {
 /// has no bytes of its own between two of them.
 /// Errors   InputError where no token is left of a part that is to be learned
 TokenizedChat tokenize(const RenderedChat& chat, const EncodeWithOffsets& encode);
+
+/// The same by a tokenizer. Where it composes characters (NFC) that the conversation has not
+/// composed, what is to be learned is found in the composed text.
+/// Threads  one at a time
+class ChatTokenizer {
+ public:
+  explicit ChatTokenizer(std::shared_ptr<const Tokenizer> tokenizer);
+  /// Errors   InputError as above
+  TokenizedChat tokenize(const RenderedChat& chat) const;
+  const Tokenizer& tokenizer() const { return *tokenizer_; }
+
+ private:
+  std::shared_ptr<const Tokenizer> tokenizer_;
+  EncodeWithOffsets encode_;
+};
 
 }  // namespace tessera::text

@@ -1,10 +1,14 @@
 // From the bytes of a conversation that are to be learned to its tokens, and to a terminal.
 
 #include <algorithm>
+#include <optional>
+#include <unordered_map>
 
 #include "apps/text/chat.h"
+#include "apps/text/unicode.h"
 #include "core/check.h"
 #include "core/text.h"
+#include "core/utf8.h"
 
 namespace tessera::text {
 
@@ -43,8 +47,13 @@ EncodeWithOffsets with_offsets(std::function<std::vector<int32_t>(std::string_vi
     offsets.clear();
     size_t at = 0;
     for (size_t i = 0; i < ids.size(); ++i) {
-      const std::string piece = decode(ids[i]);
+      const std::string whole = decode(ids[i]);
+      std::string_view piece = whole;
       size_t begin = at;
+      if (piece.starts_with(' ') && !text.substr(at).starts_with(piece) &&
+          text.substr(at).starts_with(piece.substr(1))) {
+        piece.remove_prefix(1);
+      }
       while (begin < text.size() && text[begin] == ' ' && !text.substr(begin).starts_with(piece)) {
         ++begin;
       }
@@ -95,6 +104,56 @@ TokenizedChat tokenize(const RenderedChat& chat, const EncodeWithOffsets& encode
               result.is_trained.begin() + static_cast<int64_t>(end), uint8_t{1});
   }
   return result;
+}
+
+namespace {
+
+/// The text in which characters are composed, if it is composed part by part as well.
+std::optional<RenderedChat> composed(const RenderedChat& chat) {
+  RenderedChat result;
+  const std::string_view text = chat.text;
+  size_t at = 0;
+  const auto add = [&](size_t end) {
+    result.text += normal_form(text.substr(at, end - at), NormalForm::kNfc);
+    at = end;
+    return result.text.size();
+  };
+  for (const Span& span : chat.trained) {
+    const size_t begin = add(span.begin);
+    result.trained.push_back({begin, add(span.end)});
+  }
+  add(text.size());
+  if (result.text != normal_form(text, NormalForm::kNfc)) return std::nullopt;
+  return result;
+}
+
+}  // namespace
+
+ChatTokenizer::ChatTokenizer(std::shared_ptr<const Tokenizer> tokenizer)
+    : tokenizer_(std::move(tokenizer)) {
+  const auto pieces = std::make_shared<std::unordered_map<int32_t, std::string>>();
+  encode_ = with_offsets([own = tokenizer_](std::string_view text) { return own->encode(text); },
+                         [own = tokenizer_, pieces](int32_t id) {
+                           const auto [at, is_new] = pieces->try_emplace(id);
+                           // Behind another one: decoders treat the first of a text apart.
+                           if (is_new)
+                             at->second = own->decode({id, id}).substr(own->decode({id}).size());
+                           return at->second;
+                         });
+}
+
+TokenizedChat ChatTokenizer::tokenize(const RenderedChat& chat) const {
+  try {
+    return text::tokenize(chat, encode_);
+  } catch (const InputError&) {
+    if (find_invalid_utf8(chat.text) < chat.text.size()) throw;
+    const std::optional<RenderedChat> other = composed(chat);
+    if (!other || other->text == chat.text ||
+        tokenizer_->encode(other->text) != tokenizer_->encode(chat.text)) {
+      throw;
+    }
+    return text::tokenize(*other, encode_);
+  }
 }
 
 }  // namespace tessera::text

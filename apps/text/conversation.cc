@@ -239,6 +239,12 @@ Conversation parse_conversation(const Value& row, ChatShape shape) {
   return result;
 }
 
+Conversation question(std::string_view text) {
+  Conversation result;
+  result.messages = Value::list({make_message("user", Value(text))});
+  return result;
+}
+
 std::string describe(const Conversation& conversation) {
   constexpr size_t kMaxContent = 80;
   std::vector<std::string> parts;

@@ -1,5 +1,8 @@
 #include "apps/text/chat.h"
 
+#include <fstream>
+#include <nlohmann/json.hpp>
+
 #include "apps/text/jinja/function.h"
 #include "core/text.h"
 #include "test/temp_dir.h"
@@ -367,4 +370,70 @@ TEST_CASE("chat: a model's directory gives its template and special tokens", "[c
   dir.write("tokenizer_config.json", "[");
   CHECK(error_of([&] { load_chat_template(dir.path()); }) ==
         dir / "tokenizer_config.json" + ": no JSON (at byte 2)");
+}
+
+TEST_CASE("chat: ids and masks are those of transformers where templates have markers", "[chat]") {
+  const nlohmann::ordered_json golden =
+      nlohmann::ordered_json::parse(std::ifstream(TESSERA_GOLDEN_DIR "/chat_masks.json"));
+  std::map<std::string, ChatTokenizer> tokenizers;
+  for (const auto& [name, text] : golden["tokenizers"].items()) {
+    tokenizers.emplace(name, parse_tokenizer(text.get<std::string>(), name));
+  }
+  REQUIRE(golden["cases"].size() == 96);
+  for (const auto& one : golden["cases"]) {
+    INFO(one.dump());
+    const ChatTemplate chat =
+        template_of(golden["templates"][one[1].get<std::string>()],
+                    R"({"bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>"})");
+    const nlohmann::ordered_json row = {
+        {"messages", golden["conversations"][one[2].get<size_t>()]}};
+    const TokenizedChat tokens = tokenizers.at(one[0]).tokenize(
+        chat.render(conversation_of(row.dump()), TrainOn::kAssistant));
+    std::string mask;
+    for (const uint8_t is_trained : tokens.is_trained) mask += is_trained == 0 ? '0' : '1';
+    CHECK(tokens.ids == one[3].get<std::vector<int32_t>>());
+    CHECK(mask == one[4].get<std::string>());
+  }
+}
+
+TEST_CASE(
+    "chat: without markers the first token of an answer and its end are learned, in each turn",
+    "[chat]") {
+  const nlohmann::ordered_json golden =
+      nlohmann::ordered_json::parse(std::ifstream(TESSERA_GOLDEN_DIR "/chat_masks.json"));
+  const std::string marked = golden["templates"]["im"];
+  std::string plain = marked;
+  for (const std::string tag : {"{% generation %}", "{% endgeneration %}"}) {
+    plain.erase(plain.find(tag), tag.size());
+  }
+  // transformers gives nothing but zeros here, after a warning.
+  for (const auto& [name, json] : golden["tokenizers"].items()) {
+    const ChatTokenizer tokenizer(parse_tokenizer(json.get<std::string>(), name));
+    for (const auto& messages : golden["conversations"]) {
+      const Conversation conversation =
+          conversation_of(nlohmann::ordered_json{{"messages", messages}}.dump());
+      INFO(name << " " << messages.dump());
+      const auto tokens_of = [&](const std::string& source) {
+        return tokenizer.tokenize(template_of(source).render(conversation, TrainOn::kAssistant));
+      };
+      const TokenizedChat expected = tokens_of(marked), found = tokens_of(plain);
+      CHECK(found.ids == expected.ids);
+      CHECK(found.is_trained == expected.is_trained);
+    }
+  }
+}
+
+TEST_CASE("chat: a tokenizer that changes the text says where", "[chat]") {
+  const std::string json =
+      R"({"normalizer": {"type": "Lowercase"}, "pre_tokenizer": null, "decoder": {"type": "Fuse"},
+      "model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []}})";
+  const ChatTokenizer tokenizer(parse_tokenizer(json, "t.json"));
+  const ChatTemplate chat = template_of("{{ messages[0].content }}{{ messages[1].content }}");
+  const auto tokens_of = [&](const std::string& row) {
+    return tokenizer.tokenize(chat.render(conversation_of(row), TrainOn::kAll)).ids;
+  };
+  CHECK(tokens_of(R"({"prompt": "ab", "completion": "b"})") == std::vector<int32_t>{0, 1, 1});
+  CHECK(error_of([&] { tokens_of(R"({"prompt": "aB", "completion": "b"})"); }) ==
+        "id 1 at place 1 is b, expected Bb from byte 1 on: the tokenizer changes the text, so what "
+        "is to be learned cannot be found in it");
 }
