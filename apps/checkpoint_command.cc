@@ -193,7 +193,7 @@ void export_hf(const ModelState& state, const std::string& target, const ExportO
   const std::string tokenizer = state.home() + "/tokenizer.json";
   std::error_code ignored;
   if (fs::exists(tokenizer, ignored)) {
-    hf.files = load_tokenizer(tokenizer)->hf_files();
+    hf.files = text::load_tokenizer(tokenizer)->hf_files();
   } else if (!config.model.source.empty()) {
     hf.files = files_of_source(config.model.source, hf.token_ids);
   }
@@ -226,7 +226,7 @@ void export_tessera(const ModelState& state, const std::string& target) {
   const std::string tokenizer = state.home() + "/tokenizer.json";
   std::error_code ignored;
   if (fs::exists(tokenizer, ignored)) {
-    write_durably(place.path() + "/tokenizer.json", load_tokenizer(tokenizer)->to_json());
+    write_durably(place.path() + "/tokenizer.json", text::load_tokenizer(tokenizer)->to_json());
   }
   place.commit();
 }

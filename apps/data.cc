@@ -66,7 +66,7 @@ std::pair<Corpus, Corpus> interleave_corpus(const Corpus& corpus, double val_fra
   return parts;
 }
 
-TokenArray load_text(const Config& config, std::shared_ptr<Tokenizer>& tokenizer) {
+TokenArray load_text(const Config& config, std::shared_ptr<text::Tokenizer>& tokenizer) {
   const auto file = std::make_shared<MappedFile>(config.data.text);
   if (file->nbytes() == 0) {
     throw InputError(fmt::format("{}: 0 bytes, expected a text to train on", config.data.text));
@@ -76,17 +76,21 @@ TokenArray load_text(const Config& config, std::shared_ptr<Tokenizer>& tokenizer
                                  config.data.text, format));
   }
   if (!config.model.from.empty()) {  // a model of ours: its ids mean what its tokenizer says
-    tokenizer = load_tokenizer(config.model.from + "/tokenizer.json");
+    tokenizer = text::load_tokenizer(config.model.from + "/tokenizer.json");
     if (tokenizer->name() != "byte") {
-      return TokenArray(tokenizer->encode(file->text()), config.data.text);
+      try {
+        return TokenArray(tokenizer->encode(file->text()), config.data.text);
+      } catch (const InputError& error) {
+        throw InputError(fmt::format("{}: {}", config.data.text, error.what()));
+      }
     }
   }
   if (config.data.tokenizer == "byte") {
-    tokenizer = make_byte_tokenizer();
+    tokenizer = text::make_byte_tokenizer();
     return TokenArray(file, file->data(), 1, file->nbytes(), config.data.text);
   }
   try {
-    tokenizer = make_char_tokenizer(file->text());
+    tokenizer = text::make_char_tokenizer(file->text());
   } catch (const InputError& error) {
     throw InputError(fmt::format("{}: {}", config.data.text, error.what()));
   }

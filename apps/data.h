@@ -8,7 +8,7 @@
 
 #include "apps/config.h"
 #include "apps/data/permutation.h"
-#include "apps/tokenizer.h"
+#include "apps/text/tokenizer.h"
 #include "core/files.h"
 
 // Training data. Text or token shards become arrays of token ids; a sample is a window of `context`
@@ -76,7 +76,7 @@ struct Data {
   Corpus train, val;              ///< val is empty for val_fraction = 0
   std::vector<TokenArray> files;  ///< whole, as they are on the disk; what is in memory is not
   size_t num_train_files = 0;     ///< of these; the rest is data.val_tokens
-  std::shared_ptr<Tokenizer> tokenizer;                     ///< none for token shards
+  std::shared_ptr<text::Tokenizer> tokenizer;               ///< none for token shards
   std::shared_ptr<const std::vector<TokenSource>> sources;  ///< of data.sources; train has them too
   int64_t vocab_size = 0;  ///< model.vocab, or the tokenizer's size
 };

@@ -7,7 +7,7 @@
 #include <sstream>
 
 #include "apps/config_table.h"
-#include "apps/tokenizer.h"
+#include "apps/text/tokenizer.h"
 #include "dist/checkpoint/huggingface.h"
 
 namespace tessera::apps {
@@ -27,26 +27,26 @@ std::string text_of(const Field& field) {
   return std::visit([](const auto& value) { return fmt::format("{}", value); }, field.get());
 }
 
-/// A text becomes ids by the model's own tokenizer, if that is the byte or the char one.
+/// A text becomes ids by the model's own tokenizer; data.tokenizer names the byte or the char one.
 void check_text(Config& config) {
   if (config.data.text.empty()) return;
   const std::string path = config.model.from + "/tokenizer.json";
   std::string tokenizer;
   try {
-    tokenizer = load_tokenizer(path)->name();
-  } catch (const InputError&) {
+    tokenizer = text::load_tokenizer(path)->name();
+  } catch (const InputError& error) {
     throw ConfigError(fmt::format(
-        "{}: data.text with model.from = {}, which has no tokenizer.json of the byte or "
-        "char tokenizer: a text would become other ids than the model knows; expected "
-        "data.tokens, shards of ids of the model's own tokenizer",
-        config.origin("data.text"), config.model.from));
+        "{}: data.text with model.from = {}, whose tokenizer cannot be used ({}): a text would become "
+        "other ids than the model knows; expected data.tokens, shards of ids of the model's own "
+        "tokenizer",
+        config.origin("data.text"), config.model.from, error.what()));
   }
   if (config.is_given("data.tokenizer") && config.data.tokenizer != tokenizer) {
     throw ConfigError(fmt::format("{}: data.tokenizer = {}, expected {} of {}",
                                   config.origin("data.tokenizer"), config.data.tokenizer, tokenizer,
                                   path));
   }
-  config.data.tokenizer = tokenizer;
+  if (tokenizer == "byte" || tokenizer == "char") config.data.tokenizer = tokenizer;
 }
 
 }  // namespace

@@ -119,7 +119,7 @@ Texts read_texts(const std::vector<std::string>& paths) {
   return texts;
 }
 
-TokenDocuments encode_texts(const Texts& texts, const Tokenizer& tokenizer,
+TokenDocuments encode_texts(const Texts& texts, const text::Tokenizer& tokenizer,
                             const std::string& name) {
   TokenDocuments documents;
   std::vector<int32_t> ids;
@@ -139,7 +139,7 @@ TokenDocuments encode_texts(const Texts& texts, const Tokenizer& tokenizer,
 }  // namespace
 
 std::shared_ptr<const std::vector<TokenSource>> load_sources(
-    const Config& config, std::shared_ptr<Tokenizer>& tokenizer) {
+    const Config& config, std::shared_ptr<text::Tokenizer>& tokenizer) {
   auto sources = std::make_shared<std::vector<TokenSource>>();
   std::vector<std::pair<size_t, Texts>> texts;
   std::string all;  // of texts, for the characters in them
@@ -174,7 +174,8 @@ std::shared_ptr<const std::vector<TokenSource>> load_sources(
                     "(.bin) of ids of the model's own tokenizer",
                     config.origin("data.sources")));
   }
-  tokenizer = config.data.tokenizer == "byte" ? make_byte_tokenizer() : make_char_tokenizer(all);
+  tokenizer = config.data.tokenizer == "byte" ? text::make_byte_tokenizer()
+                                              : text::make_char_tokenizer(all);
   for (const auto& [i, text] : texts) {
     TokenSource& source = (*sources)[i];
     source.shards.push_back(encode_texts(text, *tokenizer, source.name));

@@ -35,8 +35,8 @@ std::vector<std::pair<std::string, double>> parse_sources(const std::string& tex
 /// What data.sources names. `tokenizer` is made (data.tokenizer) if texts are among them.
 /// Errors   InputError as files are, ConfigError for token shards without data.separator, texts with
 ///          model.from
-std::shared_ptr<const std::vector<TokenSource>> load_sources(const Config& config,
-                                                             std::shared_ptr<Tokenizer>& tokenizer);
+std::shared_ptr<const std::vector<TokenSource>> load_sources(
+    const Config& config, std::shared_ptr<text::Tokenizer>& tokenizer);
 
 /// "source a/*.bin: 120 documents, 1.53 passes, 30.1 % of the positions", a line for each.
 std::string sources_text(const PackPlan& plan, const std::vector<TokenSource>& sources,

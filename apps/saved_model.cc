@@ -202,7 +202,7 @@ int64_t vocab_size_of(const Config& config, const std::string& home) {
   if (config.model.vocab != 0) return config.model.vocab;
   const std::string path = home + "/tokenizer.json";
   std::error_code ignored;
-  if (fs::exists(path, ignored)) return load_tokenizer(path)->vocab_size();
+  if (fs::exists(path, ignored)) return text::load_tokenizer(path)->vocab_size();
   throw InputError(
       fmt::format("{}: No such file or directory, expected the tokenizer that gives model.vocab = "
                   "0 its meaning",
@@ -243,7 +243,7 @@ SavedModel load_model(const std::string& path) {
   saved.path = state->path();
   saved.step = state->step();
   if (fs::exists(state->home() + "/tokenizer.json")) {
-    saved.tokenizer = load_tokenizer(state->home() + "/tokenizer.json");
+    saved.tokenizer = text::load_tokenizer(state->home() + "/tokenizer.json");
   }
   const int64_t vocab_size = vocab_size_of(saved.config, state->home());
   check_shapes(*state, saved.config.model, vocab_size);

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "apps/config.h"
-#include "apps/tokenizer.h"
+#include "apps/text/tokenizer.h"
 #include "dist/comm/world.h"
 #include "dist/fsdp/fully_shard.h"
 #include "nn/transformer.h"
@@ -62,7 +62,7 @@ int64_t vocab_size_of(const Config& config, const std::string& home);
 /// A model that `train` saved, with values, on the device of the current Context.
 struct SavedModel {
   Config config;
-  std::unique_ptr<Tokenizer> tokenizer;  ///< none if it was trained on token shards
+  std::unique_ptr<text::Tokenizer> tokenizer;  ///< none if it was trained on token shards
   std::unique_ptr<nn::LanguageModel> model;
   std::string path;  ///< of the state
   int64_t step = 0;

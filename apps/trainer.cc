@@ -878,7 +878,8 @@ void Trainer::print_sample() {
   const std::vector<int32_t> added = nn::generate(*model_, text, options);
   fsdp_->end_forward();
   text.insert(text.end(), added.begin(), added.end());
-  if (log_ != nullptr) log_->print_text("sample:\n" + decode_generated(*data_.tokenizer, text));
+  if (log_ != nullptr)
+    log_->print_text("sample:\n" + text::decode_generated(*data_.tokenizer, text));
 }
 
 }  // namespace

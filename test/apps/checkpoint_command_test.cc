@@ -104,7 +104,7 @@ TEST_CASE("tessera-checkpoint: inspect, verify, export, reshard", "[checkpoint]"
     CHECK(std::vector<double>(values.begin(), values.end()) == p.parameter->tensor.to_vector());
   }
   // With a tokenizer that transformers loads.
-  for (const auto& [name, file_text] : make_byte_tokenizer()->hf_files()) {
+  for (const auto& [name, file_text] : text::make_byte_tokenizer()->hf_files()) {
     CHECK(read_file(dir / "hf/" + name) == file_text);
   }
   CHECK(read_file(dir / "hf/generation_config.json") == "{}\n");

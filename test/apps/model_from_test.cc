@@ -261,7 +261,7 @@ TEST_CASE("model_from: training at a shorter context keeps the model's own limit
   }
 }
 
-TEST_CASE("model_from: a text needs the byte or char tokenizer of the model", "[model_from]") {
+TEST_CASE("model_from: a text needs the tokenizer of the model", "[model_from]") {
   const TempDir dir;
   const std::string model = dir / "model";
   std::filesystem::copy(folder("gpt2"), model, std::filesystem::copy_options::recursive);
@@ -270,14 +270,27 @@ TEST_CASE("model_from: a text needs the byte or char tokenizer of the model", "[
     extra.push_back("--data.text=" + dir.write("text", "abcabcbbcacbabcabcabbacbabc"));
     return load_config("", extra);
   };
-  const std::string refusal =
-      "command line: data.text with model.from = " + model +
-      ", which has no tokenizer.json of the byte or char tokenizer: a text would become other ids "
-      "than the model knows; expected data.tokens, shards of ids of the model's own tokenizer";
-  CHECK(error_of([&] { load({}); }) == refusal);
+  const auto refusal = [&](const std::string& why) {
+    return "command line: data.text with model.from = " + model +
+           ", whose tokenizer cannot be used (" + model + "/tokenizer.json: " + why +
+           "): a text would become other ids than the model knows; expected data.tokens, shards of "
+           "ids of the model's own tokenizer";
+  };
+  CHECK(error_of([&] { load({}); }) == refusal("No such file or directory, expected a file"));
   std::ofstream(model + "/tokenizer.json")
-      << "{\"version\": \"1.0\", \"model\": {\"type\": \"BPE\"}}";
-  CHECK(error_of([&] { load({}); }) == refusal);
+      << "{\"version\": \"1.0\", \"model\": {\"type\": \"Unigram\"}}";
+  CHECK(error_of([&] { load({}); }) ==
+        refusal("model.type = \"Unigram\", expected one of BPE, WordPiece, WordLevel"));
+  // One of Hugging Face's.
+  std::ofstream(model + "/tokenizer.json")
+      << R"({"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "."}, "behavior": "Isolated",
+             "invert": false}, "model": {"type": "WordLevel", "unk_token": "c",
+             "vocab": {"c": 0, "a": 7, "b": 39}}})";
+  const Data other = load_data(load({}));
+  CHECK(other.tokenizer->name() == "WordLevel");
+  CHECK(other.vocab_size == 40);
+  CHECK(other.train.shards[0][0] == 7);
+  CHECK(other.train.shards[0][1] == 39);
   // Ours: its ids, not those that the text alone would give.
   std::ofstream(model + "/tokenizer.json")
       << "{\"type\": \"char\", \"chars\": [\"x\", \"c\", \"b\", \"a\"]}";

@@ -12,7 +12,7 @@ sources=(test/fuzz/libfuzzer.cc test/fuzz/targets.cc test/fuzz/data_targets.cc c
   apps/data/byte_stream.cc apps/data/json_line.cc apps/data/parquet_files.cc apps/data/row_assembler.cc core/utf8.cc
   apps/packed_samples.cc apps/data/documents.cc apps/data/packing.cc apps/data/permutation.cc apps/data/text_files.cc
   apps/config.cc apps/config_parse.cc apps/config_table.cc core/settings.cc apps/data.cc apps/model_from.cc
-  apps/run_dir.cc apps/tokenizer.cc core/fatal_signals.cc core/runtime/allocator.cc
+  apps/run_dir.cc apps/text/*.cc core/fatal_signals.cc core/runtime/allocator.cc
   dist/checkpoint/hf_files.cc dist/checkpoint/huggingface.cc
   core/check.cc core/dtype.cc core/fault_guard.cc core/files.cc core/log.cc core/random.cc
   core/shape.cc core/text.cc
@@ -26,7 +26,7 @@ for file in nn/*/family.cc; do
 done
 # What the parsers do not call of their neighbours, such as models, is not there.
 clang++ -std=c++20 -g -O1 -march=x86-64-v3 -fsanitize=fuzzer,address,undefined -fno-sanitize=vptr -fno-sanitize-recover=undefined -no-pie \
-  -I. "-DTESSERA_FAMILIES(F)=$families" -DTESSERA_FUZZ_TARGET="\"$target\"" "${sources[@]}" -Wl,--unresolved-symbols=ignore-all -lfmt -lxxhash -lz -lzstd -lsnappy -llz4 \
+  -I. "-DTESSERA_FAMILIES(F)=$families" -DTESSERA_FUZZ_TARGET="\"$target\"" "${sources[@]}" -Wl,--unresolved-symbols=ignore-all -lfmt -lxxhash -lz -lzstd -lsnappy -llz4 -lpcre2-8 \
   -o "$build/$target"
 TESSERA_FUZZ_DICTIONARY="$build/$target.dict" "$build/$target"
 seeds="test/fuzz/corpus/$target"

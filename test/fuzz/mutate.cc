@@ -1,7 +1,7 @@
 // mutate [COUNT [SEED]] [--corpus=DIR]: of every target good inputs, the files in DIR/<target>/, and
 // COUNT mutations of these, drawn from the seed. Anything but an answer or an
 // Error ends the program: a crash or what the sanitizers find, 10 s for one input, or a single
-// allocation of more than twice the input (and 64 KiB for what does not depend on it).
+// allocation of more than twice the input (and the target's own bytes for what does not depend on it).
 
 #include <fmt/format.h>
 #include <unistd.h>
@@ -20,7 +20,6 @@
 
 namespace {
 
-constexpr size_t kFixedNbytes = 64 << 10;
 std::atomic<size_t> limit{SIZE_MAX};  // of one allocation
 
 [[noreturn]] void die(const char* what, size_t nbytes) {
@@ -35,6 +34,10 @@ void* operator new(size_t nbytes) {
   void* data = std::malloc(nbytes);
   if (data == nullptr) throw std::bad_alloc();
   return data;
+}
+void* operator new(size_t nbytes, const std::nothrow_t&) noexcept {
+  if (nbytes > limit) die("allocates", nbytes);
+  return std::malloc(nbytes);
 }
 void operator delete(void* data) noexcept {
   std::free(data);
@@ -152,7 +155,7 @@ int run(int64_t count, uint64_t seed, const std::string& corpus) {
     int64_t num_taken = 0, num_runs = 0;
     const auto check = [&](const std::string& input) {
       ::alarm(10);
-      limit = 2 * input.size() + kFixedNbytes;
+      limit = 2 * input.size() + target.fixed_nbytes;
       num_taken += accepts(target, input) ? 1 : 0;
       limit = SIZE_MAX;
       ++num_runs;

@@ -10,9 +10,10 @@
 #include "apps/config_table.h"
 #include "apps/data.h"
 #include "apps/run_dir.h"
-#include "apps/tokenizer.h"
+#include "apps/text/tokenizer.h"
 #include "core/check.h"
 #include "core/formats/safetensors.h"
+#include "core/utf8.h"
 #include "dist/checkpoint/manifest.h"
 #include "nn/hf/config.h"
 
@@ -146,21 +147,71 @@ std::vector<std::string> seeds_token_shard() {
   return seeds;
 }
 
+/// What a tokenizer gives for a text are tokens, the same from what it writes of itself.
 void run_tokenizer(std::string_view bytes) {
-  const auto tokenizer = apps::parse_tokenizer(bytes, "tokenizer.json");
-  // What was taken knows each of its ids, and is written and read to the same text.
+  const auto tokenizer = text::parse_tokenizer(bytes, "tokenizer.json");
+  const std::string written = tokenizer->to_json();
+  const auto again = text::parse_tokenizer(written, "tokenizer.json");
+  if (again->to_json() != written) std::abort();
   std::vector<int32_t> ids;
-  for (int32_t id = 0; id < tokenizer->vocab_size(); ++id) ids.push_back(id);
-  if (tokenizer->encode(tokenizer->decode(ids)) != ids) std::abort();
-  const std::string text = tokenizer->to_json();
-  if (apps::parse_tokenizer(text, "tokenizer.json")->to_json() != text) std::abort();
+  if (tokenizer->name() == "byte" || tokenizer->name() == "char") {  // these know each of their ids
+    for (int32_t id = 0; id < tokenizer->vocab_size(); ++id) ids.push_back(id);
+    if (tokenizer->encode(tokenizer->decode(ids)) != ids) std::abort();
+    return;
+  }
+  for (const std::string_view text :
+       {std::string_view(" Hello,  w\xc3\xb6rld's 1234th\n\n<s>[UNK]\xe2\x96\x81 \xf0\x9f\x98\x80"
+                         "e\xcc\x81"),
+        bytes.substr(0, 300)}) {
+    const std::string valid = replace_invalid_utf8(text);
+    try {
+      ids = tokenizer->encode(valid, {.add_special_tokens = true});
+    } catch (const InputError&) {
+      continue;  // what the vocabulary lacks
+    }
+    for (const int32_t id : ids) {
+      if (id < 0 || id >= tokenizer->vocab_size()) std::abort();
+    }
+    if (again->encode(valid, {.add_special_tokens = true}) != ids) std::abort();
+    sink = static_cast<unsigned>(tokenizer->decode(ids).size());
+    const size_t cut = tokenizer->next_cut(valid, 1);
+    if (cut < std::min<size_t>(1, valid.size()) || cut > valid.size()) std::abort();
+  }
 }
 
 std::vector<std::string> seeds_tokenizer() {
   return {
-      apps::make_byte_tokenizer()->to_json(),
-      apps::make_char_tokenizer("a few of them\n\xc3\xa9\xe2\x82\xac")->to_json(),
-      R"({"version": "1.0", "type": "byte", "model": {"vocab": {"a": 0}, "merges": [["a", "b"]]}})"};
+      text::make_byte_tokenizer()->to_json(),
+      text::make_char_tokenizer("a few of them\n\xc3\xa9\xe2\x82\xac")->to_json(),
+      text::make_char_tokenizer("Helo, wrd1")->hf_files().at("tokenizer.json"),
+      // GPT-2's kind, with tokens of its own.
+      R"({"version": "1.0", "added_tokens": [{"id": 8, "content": "<s>", "special": true,
+ "normalized": false, "lstrip": true, "rstrip": true, "single_word": false}],
+ "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": false, "use_regex": true},
+ "post_processor": {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<s>"}},
+ {"Sequence": {"id": "A"}}], "special_tokens": {"<s>": {"id": "<s>", "ids": [8]}}},
+ "decoder": {"type": "ByteLevel"}, "model": {"type": "BPE", "unk_token": null, "vocab":
+ {"H": 0, "e": 1, "l": 2, "o": 3, "\u0120": 4, "ll": 5, "ello": 6, "ell": 7},
+ "merges": [["l", "l"], "e ll", ["ell", "o"]]}})",
+      // SentencePiece's.
+      R"({"normalizer": {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "\u2581"},
+ {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}]}, "pre_tokenizer": null,
+ "decoder": {"type": "Sequence", "decoders": [{"type": "Replace", "pattern": {"String": "\u2581"},
+ "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}, {"type": "Strip", "content": " ",
+ "start": 1, "stop": 0}]}, "model": {"type": "BPE", "unk_token": "[UNK]", "fuse_unk": true,
+ "byte_fallback": true, "vocab": {"[UNK]": 0, "<0x0A>": 1, "\u2581": 2, "H": 3, "e": 4, "\u2581H": 5},
+ "merges": ["\u2581 H"]}})",
+      // BERT's.
+      R"({"normalizer": {"type": "BertNormalizer", "clean_text": true, "handle_chinese_chars": true,
+ "strip_accents": null, "lowercase": true}, "pre_tokenizer": {"type": "Sequence", "pretokenizers":
+ [{"type": "BertPreTokenizer"}, {"type": "Digits", "individual_digits": true}]},
+ "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": true}, "model": {"type": "WordPiece",
+ "unk_token": "[UNK]", "continuing_subword_prefix": "##", "max_input_chars_per_word": 20,
+ "vocab": {"[UNK]": 0, "hel": 1, "##lo": 2, "1": 3}}})",
+      // A regular expression that is not one of the known.
+      R"({"normalizer": {"type": "NFKC"}, "pre_tokenizer": {"type": "Split", "pattern":
+ {"Regex": "(?i:[a-z]+)|\\p{N}{1,2}|\\s+(?!\\S)|[^\\s\\p{L}]"}, "behavior": "MergedWithNext",
+ "invert": false}, "model": {"type": "WordLevel", "unk_token": "?", "vocab": {"?": 0, "Hello": 1}}})"};
 }
 
 /// run.json, run.lock and status.json: what does not say what they do is none, never an error.
@@ -247,8 +298,74 @@ std::vector<std::string> words_hf_config() {
 }
 
 std::vector<std::string> words_tokenizer() {
-  return {R"("type")",         R"("byte")",   R"("char")",  R"("chars")", R"("\u0000")",
-          R"("\ud83d\ude00")", R"("\ud83d")", R"("model")", R"("vocab")", R"("merges")"};
+  std::vector<std::string> words = {R"("\u0000")", R"("\ud83d\ude00")", R"("\ud83d")", "[]",
+                                    "{}",          R"("\\p{L}+")",      R"("(a*)*b")"};
+  for (const char* word : {"type",
+                           "byte",
+                           "char",
+                           "chars",
+                           "model",
+                           "vocab",
+                           "merges",
+                           "added_tokens",
+                           "content",
+                           "special",
+                           "normalized",
+                           "lstrip",
+                           "normalizer",
+                           "normalizers",
+                           "NFC",
+                           "NFKD",
+                           "Lowercase",
+                           "Strip",
+                           "StripAccents",
+                           "Prepend",
+                           "Replace",
+                           "pattern",
+                           "Regex",
+                           "String",
+                           "BertNormalizer",
+                           "pre_tokenizer",
+                           "pretokenizers",
+                           "Sequence",
+                           "ByteLevel",
+                           "Metaspace",
+                           "replacement",
+                           "prepend_scheme",
+                           "first",
+                           "Split",
+                           "behavior",
+                           "Removed",
+                           "Contiguous",
+                           "invert",
+                           "Digits",
+                           "Punctuation",
+                           "Whitespace",
+                           "WhitespaceSplit",
+                           "CharDelimiterSplit",
+                           "FixedLength",
+                           "length",
+                           "decoder",
+                           "decoders",
+                           "ByteFallback",
+                           "Fuse",
+                           "BPEDecoder",
+                           "suffix",
+                           "WordPiece",
+                           "WordLevel",
+                           "BPE",
+                           "unk_token",
+                           "byte_fallback",
+                           "ignore_merges",
+                           "continuing_subword_prefix",
+                           "end_of_word_suffix",
+                           "post_processor",
+                           "TemplateProcessing",
+                           "BertProcessing",
+                           "special_tokens"}) {
+    words.push_back('"' + std::string(word) + '"');
+  }
+  return words;
 }
 
 std::vector<std::string> words_run() {
@@ -273,7 +390,8 @@ const std::vector<Target>& targets() {
         {"manifest", run_manifest, seeds_manifest, words_manifest},
         {"hf_config", run_hf_config, seeds_hf_config, words_hf_config},
         {"token_shard", run_token_shard, seeds_token_shard, words_token_shard},
-        {"tokenizer", run_tokenizer, seeds_tokenizer, words_tokenizer},
+        // A cache of words has a MiB.
+        {"tokenizer", run_tokenizer, seeds_tokenizer, words_tokenizer, 2 << 20},
         {"run", run_run, seeds_run, words_run},
         {"config", run_config, seeds_config, words_config},
     };

@@ -16,6 +16,8 @@ struct Target {
   void (*run)(std::string_view bytes);
   std::vector<std::string> (*seeds)();  ///< good inputs of several sizes
   std::vector<std::string> (*words)();  ///< the dictionary: what such a file is made of
+  /// What one allocation may have beyond twice the input: tables that do not depend on it.
+  size_t fixed_nbytes = 64 << 10;
 };
 
 const std::vector<Target>& targets();

@@ -1,7 +1,7 @@
 """Whether transformers gives our ids with the tokenizers that we export: make_tokenizers.py FOLDER,
 with FOLDER/{byte,char} and FOLDER/text written by
 
-    TESSERA_HF_EXPORT=FOLDER build/test/apps_tokenizer_test "[.hf-export]"
+    TESSERA_HF_EXPORT=FOLDER build/test/apps_text_simple_test "[.hf-export]"
 
 Writes tokenizers.json: those files, the text and the ids that transformers gives for it, with which
 the tests compare ours. Needs transformers."""

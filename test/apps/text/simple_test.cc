@@ -1,16 +1,14 @@
-#include "apps/tokenizer.h"
-
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
 
-#include "test/golden/golden.h"
+#include "apps/text/tokenizer.h"
 #include "test/temp_dir.h"
 #include "test/testing.h"
 
 using namespace tessera;
-using namespace tessera::apps;
+using namespace tessera::text;
 using tessera::testing::error_of;
 
 using Ids = std::vector<int32_t>;
@@ -63,7 +61,7 @@ std::vector<std::unique_ptr<Tokenizer>> golden_tokenizers() {
 // (make_tokenizers.py).
 TEST_CASE("tokenizer: transformers gives our ids for the files of an export", "[tokenizer]") {
   const auto golden =
-      nlohmann::json::parse(testing::read_file(testing::golden_dir() + "/tokenizers.json"));
+      nlohmann::json::parse(testing::read_file(TESSERA_GOLDEN_DIR "/tokenizers.json"));
   for (const auto& tokenizer : golden_tokenizers()) {
     const std::string name(tokenizer->name());
     CAPTURE(name);
@@ -137,8 +135,10 @@ TEST_CASE("tokenizer: a damaged file is refused", "[tokenizer]") {
   };
   CHECK(message("") == "t.json of 0 bytes is not JSON, expected a saved tokenizer");
   CHECK(message("[1]") == "t.json: not a JSON object, expected a saved tokenizer");
-  CHECK(message("{}") == "t.json: no type, expected \"type\": \"byte\" or \"char\"");
-  CHECK(message(R"({"type": "bpe"})") == "t.json: type \"bpe\", expected \"byte\" or \"char\"");
+  CHECK(message("{}") ==
+        "t.json: neither type nor model, expected \"type\": \"byte\" or \"char\", or \"model\": "
+        "{...}");
+  CHECK(message(R"({"type": "bpe"})") == "t.json: type = \"bpe\", expected one of byte, char");
   CHECK(message(R"({"type": "char"})") == "t.json: no characters, expected \"chars\": [...]");
   CHECK(message(R"({"type": "char", "chars": []})") ==
         "t.json: no characters, expected \"chars\": [...]");
