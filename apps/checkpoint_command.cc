@@ -139,10 +139,10 @@ bool is_same_place(const std::string& a, const std::string& b) {
   return fs::equivalent(a, b, ignored);
 }
 
-/// Files of the model that training began with which say how it is used: its tokenizer's, and what
-/// its generation_config.json says beside the ids.
+/// Files of the model that training began with which say how it is used: its tokenizer's (unless
+/// `has_tokenizer`), and what its generation_config.json says beside the ids.
 std::map<std::string, std::string> files_of_source(const std::string& source,
-                                                   const nn::HfTokenIds& ids) {
+                                                   const nn::HfTokenIds& ids, bool has_tokenizer) {
   constexpr const char* kConfig = "config.json";
   constexpr const char* kGeneration = "generation_config.json";
   std::map<std::string, std::string> files;
@@ -158,6 +158,7 @@ std::map<std::string, std::string> files_of_source(const std::string& source,
   for (const char* name : {"tokenizer.json", "tokenizer_config.json", "tokenizer.model",
                            "vocab.json", "merges.txt", "vocab.txt", "special_tokens_map.json",
                            "added_tokens.json", "chat_template.jinja", "chat_template.json"}) {
+    if (has_tokenizer) break;
     if (const auto text = read(name)) files[name] = *text;
   }
   if (const auto text = read(kGeneration)) {
@@ -167,7 +168,7 @@ std::map<std::string, std::string> files_of_source(const std::string& source,
     const bool changes = theirs.bos != ids.bos || theirs.eos != ids.eos || theirs.pad != ids.pad;
     files[kGeneration] = nn::hf_generation_json(ids, changes, source + "/" + kGeneration, *text);
   }
-  if (files.empty()) {
+  if (files.empty() && !has_tokenizer) {
     log_warning("{}: no tokenizer there, expected that of model.source: the export has none",
                 source);
   }
@@ -192,10 +193,13 @@ void export_hf(const ModelState& state, const std::string& target, const ExportO
                   parse_ids(config.model.pad_ids)};
   const std::string tokenizer = state.home() + "/tokenizer.json";
   std::error_code ignored;
-  if (fs::exists(tokenizer, ignored)) {
-    hf.files = text::load_tokenizer(tokenizer)->hf_files();
-  } else if (!config.model.source.empty()) {
-    hf.files = files_of_source(config.model.source, hf.token_ids);
+  const bool has_tokenizer = fs::exists(tokenizer, ignored);
+  if (has_tokenizer) hf.files = text::load_tokenizer(tokenizer)->hf_files();
+  if (!config.model.source.empty()) {
+    for (const auto& [name, content] :
+         files_of_source(config.model.source, hf.token_ids, has_tokenizer)) {
+      hf.files[name] = content;
+    }
   }
   dist::HfWriter writer(target, nn::hf_config_of(*model), hf);
   std::vector<float> values;
@@ -226,7 +230,9 @@ void export_tessera(const ModelState& state, const std::string& target) {
   const std::string tokenizer = state.home() + "/tokenizer.json";
   std::error_code ignored;
   if (fs::exists(tokenizer, ignored)) {
-    write_durably(place.path() + "/tokenizer.json", text::load_tokenizer(tokenizer)->to_json());
+    for (const auto& [name, content] : text::load_tokenizer(tokenizer)->files()) {
+      write_durably(place.path() + "/" + name, content);
+    }
   }
   place.commit();
 }

@@ -154,19 +154,21 @@ int generate_command(const std::vector<std::string>& arguments, dist::World& wor
     log_info("parameters of step {} of {}{}", saved.step, saved.path,
              run.empty() ? "" : ", of a run that " + run);
   }
-  // A file gets the text as it is; on a terminal a model must not act by what it says. A token may
-  // be a part of a character, which a terminal gets when it is whole.
+  // A file gets the text as it is; on a terminal a model must not act by what it says. The prompt
+  // may end inside of a character, which a terminal gets when it is whole.
   PrintableStream shown("\n\t");
   const bool is_shown = prints_to_terminal();
   const auto add = [&](const std::string& text) {
     if (prints) print(is_shown ? shown.add(text) : text);
   };
   add(prompt);
+  text::StreamDecoder decoder(*saved.tokenizer, ids);
   options.on_token = [&](int32_t id) {
-    add(decode_generated(*saved.tokenizer, {id}));
+    add(decoder.add(id));
     return true;
   };
   nn::generate(*saved.model, ids, options);
+  add(decoder.finish());
   if (prints) print(shown.finish() + "\n");
   return 0;
 }

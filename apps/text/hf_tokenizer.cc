@@ -351,9 +351,14 @@ std::string HfTokenizer::decode(const std::vector<int32_t>& ids,
   return text;
 }
 
-std::map<std::string, std::string> HfTokenizer::hf_files() const {
+std::map<std::string, std::string> HfTokenizer::files() const {
   std::map<std::string, std::string> files = companions_;
   files["tokenizer.json"] = text_;
+  return files;
+}
+
+std::map<std::string, std::string> HfTokenizer::hf_files() const {
+  std::map<std::string, std::string> files = this->files();
   files.try_emplace("tokenizer_config.json",
                     "{\n  \"tokenizer_class\": \"PreTrainedTokenizerFast\",\n"
                     "  \"clean_up_tokenization_spaces\": false\n}\n");

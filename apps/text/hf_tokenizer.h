@@ -38,6 +38,7 @@ class HfTokenizer : public Tokenizer {
   const std::vector<AddedToken>& added_tokens() const override { return added_; }
   size_t next_cut(std::string_view text, size_t from) const override;
   std::string to_json() const override { return text_; }
+  std::map<std::string, std::string> files() const override;
   std::map<std::string, std::string> hf_files() const override;
 
  private:

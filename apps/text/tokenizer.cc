@@ -28,8 +28,7 @@ nlohmann::json parse_json(std::string_view text, const std::string& name,
 /// What transformers keeps beside tokenizer.json, as far as it is there.
 std::map<std::string, std::string> read_companions(const fs::path& directory) {
   std::map<std::string, std::string> files;
-  for (const char* name : {"tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-                           "chat_template.jinja"}) {
+  for (const char* name : kCompanionFiles) {
     std::error_code ignored;
     const fs::path path = directory / name;
     if (fs::exists(path, ignored)) {
@@ -68,7 +67,7 @@ std::string decode_generated(const Tokenizer& tokenizer, const std::vector<int32
     known.clear();
   };
   for (const int32_t id : ids) {
-    if (id < tokenizer.vocab_size()) {
+    if (id < 0 || (id < tokenizer.vocab_size() && !tokenizer.token(id).empty())) {
       known.push_back(id);
       continue;
     }
@@ -77,6 +76,51 @@ std::string decode_generated(const Tokenizer& tokenizer, const std::vector<int32
   }
   flush();
   return text;
+}
+
+namespace {
+
+/// The text ends with the beginning of a character.
+bool ends_inside_character(std::string_view text) {
+  for (size_t behind = 1; behind <= std::min<size_t>(text.size(), 3); ++behind) {
+    const auto byte = static_cast<unsigned char>(text[text.size() - behind]);
+    if ((byte & 0xc0u) == 0x80u) continue;
+    const size_t nbytes = byte >= 0xf0 ? 4 : byte >= 0xe0 ? 3 : byte >= 0xc0 ? 2 : 1;
+    return nbytes > behind;
+  }
+  return false;
+}
+
+}  // namespace
+
+StreamDecoder::StreamDecoder(const Tokenizer& tokenizer, const std::vector<int32_t>& before)
+    : tokenizer_(tokenizer) {
+  constexpr size_t kMaxBefore = 16;
+  ids_.assign(before.end() - static_cast<std::ptrdiff_t>(std::min(before.size(), kMaxBefore)),
+              before.end());
+  num_shown_ = ids_.size();
+  shown_ = decode_generated(tokenizer_, ids_);
+}
+
+std::string StreamDecoder::add(int32_t id) {
+  ids_.push_back(id);
+  const std::string all = decode_generated(tokenizer_, ids_);
+  // What is shown stays: where this token changes it (a space before a comma), more may follow.
+  if (!all.starts_with(shown_) || ends_inside_character(all)) return "";
+  std::string added = all.substr(shown_.size());
+  // From now on only what this call has shown stands before.
+  ids_.erase(ids_.begin(), ids_.begin() + static_cast<std::ptrdiff_t>(num_shown_));
+  num_shown_ = ids_.size();
+  shown_ = decode_generated(tokenizer_, ids_);
+  return added;
+}
+
+std::string StreamDecoder::finish() {
+  const std::string all = decode_generated(tokenizer_, ids_);
+  num_shown_ = ids_.size();
+  std::string added = all.substr(std::min(all.size(), shown_.size()));
+  shown_ = all;
+  return added;
 }
 
 std::unique_ptr<Tokenizer> parse_tokenizer(std::string_view json, const std::string& name) {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -21,6 +22,12 @@ struct EncodeOptions {
 struct DecodeOptions {
   bool skip_special_tokens = false;
 };
+
+/// Files that transformers keeps beside tokenizer.json, and that say how it is used: special tokens,
+/// the template of conversations, and what ends a generated text.
+inline constexpr std::array kCompanionFiles = {"tokenizer_config.json", "special_tokens_map.json",
+                                               "added_tokens.json",     "chat_template.jinja",
+                                               "chat_template.json",    "generation_config.json"};
 
 /// Threads  any number may use one at a time; `encode` then takes turns only to find a cache
 class Tokenizer {
@@ -53,14 +60,38 @@ class Tokenizer {
 
   /// As JSON text that `parse_tokenizer` reads.
   virtual std::string to_json() const = 0;
+  /// What is kept beside a model, by name: tokenizer.json as `to_json`, and what came with it
+  /// (`kCompanionFiles`).
+  virtual std::map<std::string, std::string> files() const {
+    return {{"tokenizer.json", to_json()}};
+  }
   /// The same for transformers, files by name: tokenizer.json of Hugging Face and its companion,
   /// which give every text the same ids.
   virtual std::map<std::string, std::string> hf_files() const = 0;
 };
 
-/// What a model has generated as text: an id outside the tokenizer's vocabulary (the model's may be
-/// padded to a larger one) becomes U+FFFD.
+/// What a model has generated as text: an id that no token has (the model's vocabulary may be padded
+/// to a larger one) becomes U+FFFD.
 std::string decode_generated(const Tokenizer& tokenizer, const std::vector<int32_t>& ids);
+
+/// The text of tokens that come one by one, as that of all would have it: a decoder treats the first
+/// token of a text apart, and a token may be a part of a character.
+class StreamDecoder {
+ public:
+  /// `before` are the tokens that the text continues.
+  explicit StreamDecoder(const Tokenizer& tokenizer, const std::vector<int32_t>& before = {});
+
+  /// What the token adds; nothing while a character is not whole, which comes with the rest of it.
+  std::string add(int32_t id);
+  /// What is left.
+  std::string finish();
+
+ private:
+  const Tokenizer& tokenizer_;
+  std::vector<int32_t> ids_;  // some that are shown, and those that are not
+  size_t num_shown_ = 0;      // of these
+  std::string shown_;         // their text
+};
 
 /// Ids 0 to 255 are the bytes themselves.
 std::unique_ptr<Tokenizer> make_byte_tokenizer();

@@ -303,3 +303,53 @@ TEST_CASE("text: tiktoken's ranks are a tokenizer", "[text]") {
           parse_tiktoken("YQ== 0\n", "a", {{"<end>", -1}}, "r");
         }) == "r: id -1 of '<end>', expected 0 or more");
 }
+
+TEST_CASE("text: tokens one by one give the text of all, in whole characters", "[text]") {
+  const auto texts = golden()["texts"].get<std::vector<std::string>>();
+  for (const auto& [name, kind] : golden()["kinds"].items()) {
+    const auto tokenizer = parse_tokenizer(kind["tokenizer"].dump(), name);
+    for (size_t i = 0; i < texts.size(); ++i) {
+      CAPTURE(name, i, texts[i]);
+      const Ids ids = tokenizer->encode(texts[i]);
+      const std::string whole = tokenizer->decode(ids);
+      for (const size_t num_before : {size_t{0}, std::min<size_t>(3, ids.size())}) {
+        const Ids before(ids.begin(), ids.begin() + static_cast<std::ptrdiff_t>(num_before));
+        StreamDecoder stream(*tokenizer, before);
+        std::string text = tokenizer->decode(before);
+        const bool is_whole = find_invalid_utf8(whole) == whole.size();
+        for (size_t k = num_before; k < ids.size(); ++k) {
+          const std::string piece = stream.add(ids[k]);
+          if (num_before == 0 && is_whole) CHECK(find_invalid_utf8(piece) == piece.size());
+          text += piece;
+        }
+        text += stream.finish();
+        CHECK(text == whole);
+      }
+    }
+  }
+}
+
+TEST_CASE("text: a token that is part of a character waits for the rest of it", "[text]") {
+  const auto byte = make_byte_tokenizer();
+  StreamDecoder stream(*byte, {'a'});
+  CHECK(stream.add('b') == "b");
+  CHECK(stream.add(0xe2) == "");
+  CHECK(stream.add(0x82) == "");
+  CHECK(stream.add(0xac) == "\xe2\x82\xac");
+  CHECK(stream.add(0xf0) == "");
+  CHECK(stream.add('c') ==
+        "\xf0"
+        "c");  // none that becomes whole
+  CHECK(stream.add(256) == "\xef\xbf\xbd");
+  CHECK(stream.add(0xc3) == "");
+  CHECK(stream.finish() == "\xc3");
+  CHECK(stream.finish() == "");
+}
+
+TEST_CASE("text: an id between tokens is one that no token has", "[text]") {
+  const auto tokenizer = parse_tokenizer(
+      R"({"model": {"type": "WordLevel", "unk_token": "a", "vocab": {"a": 0, "b": 2}}})", "t.json");
+  CHECK(decode_generated(*tokenizer, {0, 1, 2, 3}) ==
+        "a\xef\xbf\xbd"
+        "b\xef\xbf\xbd");
+}
