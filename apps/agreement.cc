@@ -100,6 +100,13 @@ std::vector<Fact> facts_of(const Config& config, const Data& data, Device device
   std::vector<Fact> facts = facts_of(config);
   facts.push_back({"the training data", fingerprint(data.train)});
   facts.push_back({"the validation data", fingerprint(data.val)});
+  if (data.tokenizer != nullptr) {
+    const std::string json = data.tokenizer->to_json();
+    dist::Hasher hasher;
+    hasher.update(json.data(), std::ssize(json));
+    facts.push_back({"the tokenizer", fmt::format("{} of {} ids, {:016x}", data.tokenizer->name(),
+                                                  data.tokenizer->vocab_size(), hasher.digest())});
+  }
   facts.push_back({"the device", device.type == DeviceType::kCuda ? "cuda" : "cpu"});
   return facts;
 }

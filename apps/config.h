@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "apps/data/documents.h"
 #include "core/enum_names.h"
 #include "core/runtime/context.h"
 #include "dist/fsdp/fully_shard.h"
@@ -56,7 +57,8 @@ constexpr auto enum_names(ValSplit) {
       {{ValSplit::kTail, "tail"}, {ValSplit::kInterleave, "interleave"}});
 }
 struct DataConfig {
-  std::string text, tokens, sources, val_tokens, tokenizer = "byte";
+  std::string text, tokens, sources, val_tokens, tokenizer = "byte", field = "text";
+  InvalidText invalid = InvalidText::kError;
   double val_fraction = 0.1;
   ValSplit val_split = ValSplit::kTail;
   int64_t separator = -1;

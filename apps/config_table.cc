@@ -162,7 +162,10 @@ void add_model(ConfigTable& t, Config& c) {
 
 void add_data(ConfigTable& t, Config& c) {
   DataConfig& d = c.data;
-  t.add("data.text", d.text, "text file to train on").also("train_file dataset dataset_name");
+  t.add("data.text", d.text,
+        "text to train on, a path or a glob: one text, or the documents of several texts (.txt, "
+        ".md), of JSON lines (.jsonl) or .parquet, each also .gz or .zst")
+      .also("train_file dataset dataset_name");
   t.add("data.tokens", d.tokens,
         "token shards to train on (.bin format of llm.c), a path or a glob such as "
         "'data/train_*.bin'");
@@ -174,8 +177,18 @@ void add_data(ConfigTable& t, Config& c) {
       .on_resume(ResumeKind::kIdentity);
   t.add("data.val_tokens", d.val_tokens,
         "token shards for validation, a glob; empty: a part of data.tokens (data.val_fraction)");
-  t.add("data.tokenizer", d.tokenizer, {"byte", "char"},
-        "tokens of data.text: bytes, or the characters that occur in it")
+  t.add("data.tokenizer", d.tokenizer,
+        "tokens of texts: byte, char (the characters that occur in them), or the path of a "
+        "tokenizer.json or of a directory with one; with model.from: that of the model")
+      .on_resume(ResumeKind::kFree)  // other tokens are other data
+      .expects("byte, char or a path")
+      .needs(d.tokens.empty(), "data.text or data.sources");
+  t.add("data.field", d.field, "the text's field in a JSON line, or column of .parquet")
+      .on_resume(ResumeKind::kFree)
+      .needs(d.tokens.empty(), "data.text or data.sources");
+  t.add("data.invalid", d.invalid,
+        "bytes of texts that are not UTF-8: an error, or each becomes U+FFFD")
+      .on_resume(ResumeKind::kFree)
       .needs(d.tokens.empty(), "data.text or data.sources");
   t.add("data.val_fraction", d.val_fraction, kFraction,
         "fraction of the data kept back for validation")

@@ -8,9 +8,10 @@
 #include <cmath>
 #include <cstring>
 
-#include "apps/data/documents.h"
+#include "apps/data/byte_stream.h"
 #include "apps/data/text_files.h"
 #include "apps/packed_samples.h"
+#include "apps/token_cache.h"
 #include "core/text.h"
 
 namespace tessera::apps {
@@ -66,35 +67,31 @@ std::pair<Corpus, Corpus> interleave_corpus(const Corpus& corpus, double val_fra
   return parts;
 }
 
-TokenArray load_text(const Config& config, std::shared_ptr<text::Tokenizer>& tokenizer) {
-  const auto file = std::make_shared<MappedFile>(config.data.text);
+/// One text as one array of tokens.
+TokenArray load_text(const Config& config, const TextSource& source,
+                     std::shared_ptr<text::Tokenizer>& tokenizer) {
+  const std::string& path = source.paths[0];
+  tokenizer = open_tokenizer(config);
+  const bool is_char = tokenizer == nullptr, is_byte = !is_char && tokenizer->name() == "byte";
+  if (compression_of_name(path) != Compression::kNone || (!is_char && !is_byte)) {
+    if (is_char) tokenizer = char_tokenizer_of({source});
+    return encode_documents(source, *tokenizer).tokens;
+  }
+  const auto file = std::make_shared<MappedFile>(path);
   if (file->nbytes() == 0) {
-    throw InputError(fmt::format("{}: 0 bytes, expected a text to train on", config.data.text));
+    throw InputError(fmt::format("{}: 0 bytes, expected a text to train on", path));
   }
   if (const auto format = packed_format(file->text()); !format.empty()) {
-    throw InputError(fmt::format("{}: it looks like {}, expected a text (unpack it first)",
-                                 config.data.text, format));
+    throw InputError(
+        fmt::format("{}: it looks like {}, expected a text (unpack it first)", path, format));
   }
-  if (!config.model.from.empty()) {  // a model of ours: its ids mean what its tokenizer says
-    tokenizer = text::load_tokenizer(config.model.from + "/tokenizer.json");
-    if (tokenizer->name() != "byte") {
-      try {
-        return TokenArray(tokenizer->encode(file->text()), config.data.text);
-      } catch (const InputError& error) {
-        throw InputError(fmt::format("{}: {}", config.data.text, error.what()));
-      }
-    }
-  }
-  if (config.data.tokenizer == "byte") {
-    tokenizer = text::make_byte_tokenizer();
-    return TokenArray(file, file->data(), 1, file->nbytes(), config.data.text);
-  }
+  if (is_byte) return TokenArray(file, file->data(), 1, file->nbytes(), path);
   try {
     tokenizer = text::make_char_tokenizer(file->text());
   } catch (const InputError& error) {
-    throw InputError(fmt::format("{}: {}", config.data.text, error.what()));
+    throw InputError(fmt::format("{}: {}", path, error.what()));
   }
-  TokenArray tokens(tokenizer->encode(file->text()), config.data.text);
+  TokenArray tokens(tokenizer->encode(file->text()), path);
   file->check();
   return tokens;
 }
@@ -313,18 +310,88 @@ std::string short_shards(const Corpus& corpus, int64_t context) {
       names.size(), corpus.shards.size(), context + 1, join_few(names, ", ", kMostNames));
 }
 
-Data load_data(const Config& config) {
+std::vector<TextSource> text_sources(const Config& config) {
+  std::vector<TextSource> sources;
+  DocumentOptions documents;
+  documents.field = config.data.field;
+  documents.invalid = config.data.invalid;
+  if (!config.data.text.empty()) {
+    TextSource& source = sources.emplace_back();
+    source.name = config.data.text;
+    source.documents = documents;
+    // One that is no pattern is opened by who reads it, and says so if it cannot be.
+    source.paths = {config.data.text};
+    if (config.data.text.find_first_of("*?[") != std::string::npos) {
+      source.paths =
+          files_of_globs("data.text", {config.data.text}, "texts, JSON lines or Parquet files");
+    }
+    if (source.paths.size() > 1) return sources;
+    const std::string_view name = name_without_compression(source.paths[0]);
+    // One file that is given by its name is a text whatever it is called.
+    source.is_one_text =
+        !name.ends_with(".jsonl") && !name.ends_with(".ndjson") && !name.ends_with(".parquet");
+    if (source.is_one_text) source.documents.format = FileFormat::kText;
+    return sources;
+  }
+  if (config.data.sources.empty()) return sources;
+  for (const auto& [pattern, weight] : parse_sources(config.data.sources)) {
+    TextSource source{.name = pattern, .paths = {}, .documents = documents};
+    for (std::string& path :
+         files_of_globs("data.sources", {pattern}, "token shards or documents")) {
+      if (!path.ends_with(".bin")) source.paths.push_back(std::move(path));
+    }
+    if (!source.paths.empty()) sources.push_back(std::move(source));
+  }
+  return sources;
+}
+
+std::shared_ptr<text::Tokenizer> open_tokenizer(const Config& config) {
+  const std::string& name = config.data.tokenizer;
+  if (name == "char") return nullptr;
+  if (name == "byte") return text::make_byte_tokenizer();
+  struct stat status {};
+  if (::stat(name.c_str(), &status) != 0) {
+    throw ConfigError(
+        fmt::format("{}: data.tokenizer = {}: {}, expected byte, char, or the path of "
+                    "a tokenizer.json or of a directory with one",
+                    config.origin("data.tokenizer"), name, std::strerror(errno)));
+  }
+  return text::load_tokenizer(name);
+}
+
+bool needs_token_cache(const std::vector<TextSource>& sources, const text::Tokenizer* tokenizer) {
+  if (sources.empty() || tokenizer == nullptr || tokenizer->name() == "char") return false;
+  return !(tokenizer->name() == "byte" && sources[0].is_one_text &&
+           compression_of_name(sources[0].paths[0]) == Compression::kNone);
+}
+
+Data load_data(const Config& config, const std::vector<std::string>& caches) {
   Data data;
   Corpus all;
+  const std::vector<TextSource> texts = text_sources(config);
   if (!config.data.sources.empty()) {
-    data.sources = load_sources(config, data.tokenizer);
+    data.sources = load_sources(config, texts, caches, data.tokenizer);
+  } else if (!texts.empty() && texts[0].is_one_text) {
+    if (caches.empty()) {
+      all.shards.push_back(load_text(config, texts[0], data.tokenizer));
+    } else {
+      data.tokenizer = open_tokenizer(config);
+      all.shards.push_back(open_token_cache(caches[0]).tokens);
+    }
+  } else if (!texts.empty()) {
+    data.sources = load_documents(config, texts[0], caches, data.tokenizer);
+  } else {
+    all = load_shards("data.tokens", config.data.tokens);
+  }
+  if (data.sources != nullptr) {
+    if (config.data.mask_token >= 0) {
+      throw ConfigError(
+          fmt::format("{}: data.mask_token with documents, expected one text or data.tokens",
+                      config.origin("data.mask_token")));
+    }
     for (const TokenSource& source : *data.sources) {
       for (const TokenDocuments& shard : source.shards) all.shards.push_back(shard.tokens);
     }
-  } else if (!config.data.text.empty()) {
-    all.shards.push_back(load_text(config, data.tokenizer));
-  } else {
-    all = load_shards("data.tokens", config.data.tokens);
   }
   for (const TokenArray& shard : all.shards) {
     if (shard.is_mapped()) data.files.push_back(shard);

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "apps/config.h"
+#include "apps/data/documents.h"
 #include "apps/data/permutation.h"
 #include "apps/text/tokenizer.h"
 #include "core/files.h"
@@ -81,11 +82,31 @@ struct Data {
   int64_t vocab_size = 0;  ///< model.vocab, or the tokenizer's size
 };
 
-/// What the configuration names, split: of a text the last val_fraction of its characters (bytes
-/// for the byte tokenizer), of shards data.val_tokens or the last part of the last ones; with
-/// data.val_split = interleave the ends of up to 64 pieces of each. InputError for missing or empty
-/// files, ConfigError for a vocabulary that is too small.
-Data load_data(const Config& config);
+/// Texts that `data.text` names, or one of `data.sources`.
+struct TextSource {
+  std::string name;  ///< the glob
+  std::vector<std::string> paths;
+  DocumentOptions documents;  ///< how they are read
+  bool is_one_text = false;   ///< a single file that is a single document
+};
+/// Those of `config`: of data.text one, of each of data.sources with files that are no shards one.
+/// Errors   InputError as `files_of_globs`
+std::vector<TextSource> text_sources(const Config& config);
+/// data.tokenizer; none for char, which the texts themselves make. ConfigError if there is no such
+/// file, InputError as load_tokenizer.
+std::shared_ptr<text::Tokenizer> open_tokenizer(const Config& config);
+/// Whether their tokens are worth keeping: not where the bytes of a file are the tokens, nor those of
+/// characters (`tokenizer` is null).
+bool needs_token_cache(const std::vector<TextSource>& sources, const text::Tokenizer* tokenizer);
+
+/// What the configuration names, split: of one text the last val_fraction of its tokens, of shards
+/// data.val_tokens or the last part of the last ones; with data.val_split = interleave the ends of
+/// up to 64 pieces of each. Several texts, or rows of .jsonl and .parquet, are documents
+/// (`Data::sources`), which are split by document. `caches` are of make_token_caches; without them
+/// texts are tokenized in memory.
+/// Errors   InputError for missing or empty files and for texts, with file, line or row; ConfigError
+///          for a vocabulary that is too small
+Data load_data(const Config& config, const std::vector<std::string>& caches = {});
 
 /// Rows of a model call, row-major [B, T] each. A padded row has only ignored targets.
 struct Batch {

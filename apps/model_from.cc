@@ -27,26 +27,34 @@ std::string text_of(const Field& field) {
   return std::visit([](const auto& value) { return fmt::format("{}", value); }, field.get());
 }
 
-/// A text becomes ids by the model's own tokenizer; data.tokenizer names the byte or the char one.
-void check_text(Config& config) {
-  if (config.data.text.empty()) return;
-  const std::string path = config.model.from + "/tokenizer.json";
-  std::string tokenizer;
+/// A text becomes ids by the model's own tokenizer, unless data.tokenizer names a file.
+void take_tokenizer(Config& config) {
+  DataConfig& data = config.data;
+  if (data.text.empty() && data.sources.empty()) return;
+  const std::string key = data.text.empty() ? "data.sources" : "data.text";
+  const bool is_given = config.is_given("data.tokenizer");
+  if (is_given && data.tokenizer != "byte" && data.tokenizer != "char") return;
+  std::string name;
   try {
-    tokenizer = text::load_tokenizer(path)->name();
+    name = text::load_tokenizer(config.model.from)->name();
   } catch (const InputError& error) {
+    // Sources may all be token shards; if they are not, this is said when they are read.
+    if (data.text.empty() && !is_given) {
+      data.tokenizer = config.model.from;
+      return;
+    }
     throw ConfigError(fmt::format(
-        "{}: data.text with model.from = {}, whose tokenizer cannot be used ({}): a text would become "
-        "other ids than the model knows; expected data.tokens, shards of ids of the model's own "
-        "tokenizer",
-        config.origin("data.text"), config.model.from, error.what()));
+        "{}: {} with model.from = {}, whose tokenizer cannot be used ({}): a text would become "
+        "other ids than the model knows; expected data.tokenizer, the path of the model's, or "
+        "data.tokens, shards of its ids",
+        config.origin(key), key, config.model.from, error.what()));
   }
-  if (config.is_given("data.tokenizer") && config.data.tokenizer != tokenizer) {
+  if (is_given && data.tokenizer != name) {
     throw ConfigError(fmt::format("{}: data.tokenizer = {}, expected {} of {}",
-                                  config.origin("data.tokenizer"), config.data.tokenizer, tokenizer,
-                                  path));
+                                  config.origin("data.tokenizer"), data.tokenizer, name,
+                                  config.model.from));
   }
-  if (tokenizer == "byte" || tokenizer == "char") config.data.tokenizer = tokenizer;
+  data.tokenizer = config.model.from;
 }
 
 }  // namespace
@@ -104,7 +112,7 @@ void take_model_from(Config& config) {
     config.origins.try_emplace(std::string(field.key), path);
   }
   config.model = taken.model;
-  check_text(config);
+  take_tokenizer(config);
 }
 
 }  // namespace tessera::apps

@@ -3,7 +3,8 @@
 #include <algorithm>
 #include <charconv>
 
-#include "apps/data/documents.h"
+#include "apps/text/unicode.h"
+#include "apps/token_cache.h"
 #include "core/check.h"
 #include "core/text.h"
 
@@ -100,61 +101,64 @@ std::vector<std::pair<std::string, double>> parse_sources(const std::string& tex
   return sources;
 }
 
-namespace {
-
-/// The documents of texts, one after the other.
-struct Texts {
-  std::string all;
-  std::vector<int64_t> begins, ends;
-};
-
-Texts read_texts(const std::vector<std::string>& paths) {
-  Texts texts;
-  DocumentReader reader(paths, {});
-  for (Document document; reader.next(document);) {
-    texts.begins.push_back(static_cast<int64_t>(texts.all.size()));
-    texts.all += document.text;
-    texts.ends.push_back(static_cast<int64_t>(texts.all.size()));
+std::shared_ptr<text::Tokenizer> char_tokenizer_of(const std::vector<TextSource>& sources) {
+  std::vector<bool> is_known(0x110000);
+  std::string characters;
+  for (const TextSource& source : sources) {
+    DocumentReader reader(source.paths, source.documents);
+    for (Document document; reader.next(document);) {
+      const std::string_view text = document.text;
+      for (size_t at = 0, nbytes = 0; at < text.size(); at += nbytes) {
+        nbytes = text::utf8_nbytes(text[at]);
+        const char32_t c = text::utf8_decode(text.data() + at);
+        if (is_known[c]) continue;
+        is_known[c] = true;
+        characters += text.substr(at, nbytes);
+      }
+    }
   }
-  return texts;
+  return text::make_char_tokenizer(characters);
 }
 
-TokenDocuments encode_texts(const Texts& texts, const text::Tokenizer& tokenizer,
-                            const std::string& name) {
+TokenDocuments encode_documents(const TextSource& source, const text::Tokenizer& tokenizer) {
   TokenDocuments documents;
   std::vector<int32_t> ids;
-  for (size_t i = 0; i < texts.begins.size(); ++i) {
-    const auto begin = static_cast<size_t>(texts.begins[i]);
-    const auto more = tokenizer.encode(
-        std::string_view(texts.all).substr(begin, static_cast<size_t>(texts.ends[i]) - begin));
-    if (more.empty()) continue;
-    documents.begins.push_back(static_cast<int64_t>(ids.size()));
-    ids.insert(ids.end(), more.begin(), more.end());
+  DocumentReader reader(source.paths, source.documents);
+  for (Document document; reader.next(document);) {
+    const auto begin = static_cast<int64_t>(ids.size());
+    try {
+      tokenizer.encode(document.text, ids);
+    } catch (const InputError& error) {
+      throw InputError(fmt::format("{}: {}", reader.where(document.position), error.what()));
+    }
+    if (std::ssize(ids) == begin) continue;
+    documents.begins.push_back(begin);
     documents.ends.push_back(static_cast<int64_t>(ids.size()));
   }
-  documents.tokens = TokenArray(ids, name);
+  if (ids.empty()) {
+    throw InputError(
+        fmt::format("{}: no token in {} files, expected a text", source.name, source.paths.size()));
+  }
+  documents.tokens = TokenArray(ids, source.name);
   return documents;
 }
 
-}  // namespace
-
 std::shared_ptr<const std::vector<TokenSource>> load_sources(
-    const Config& config, std::shared_ptr<text::Tokenizer>& tokenizer) {
+    const Config& config, const std::vector<TextSource>& texts,
+    const std::vector<std::string>& caches, std::shared_ptr<text::Tokenizer>& tokenizer) {
   auto sources = std::make_shared<std::vector<TokenSource>>();
-  std::vector<std::pair<size_t, Texts>> texts;
-  std::string all;  // of texts, for the characters in them
+  if (!texts.empty()) {
+    tokenizer = open_tokenizer(config);
+    if (tokenizer == nullptr) tokenizer = char_tokenizer_of(texts);
+  }
+  size_t next_text = 0;
   for (const auto& [pattern, weight] : parse_sources(config.data.sources)) {
     TokenSource& source = sources->emplace_back();
     source.name = pattern;
     source.weight = weight;
-    const std::vector<std::string> paths =
-        files_of_globs("data.sources", {pattern}, "token shards or documents");
-    std::vector<std::string> documents;
-    for (const std::string& path : paths) {
-      if (!path.ends_with(".bin")) {
-        documents.push_back(path);
-        continue;
-      }
+    for (const std::string& path :
+         files_of_globs("data.sources", {pattern}, "token shards or documents")) {
+      if (!path.ends_with(".bin")) continue;
       if (config.data.separator < 0) {
         throw ConfigError(
             fmt::format("{}: data.sources with token shards, expected data.separator, "
@@ -164,22 +168,24 @@ std::shared_ptr<const std::vector<TokenSource>> load_sources(
       source.shards.push_back(
           find_documents(load_token_shard(path), static_cast<int32_t>(config.data.separator)));
     }
-    if (!documents.empty()) texts.emplace_back(sources->size() - 1, read_texts(documents));
-    if (!documents.empty() && config.data.tokenizer == "char") all += texts.back().second.all;
+    if (next_text == texts.size() || texts[next_text].name != pattern) continue;
+    source.shards.push_back(caches.empty() ? encode_documents(texts[next_text], *tokenizer)
+                                           : open_token_cache(caches.at(next_text)));
+    ++next_text;
   }
-  if (texts.empty()) return sources;
-  if (!config.model.from.empty()) {
-    throw ConfigError(
-        fmt::format("{}: data.sources of texts with model.from, expected token shards "
-                    "(.bin) of ids of the model's own tokenizer",
-                    config.origin("data.sources")));
-  }
-  tokenizer = config.data.tokenizer == "byte" ? text::make_byte_tokenizer()
-                                              : text::make_char_tokenizer(all);
-  for (const auto& [i, text] : texts) {
-    TokenSource& source = (*sources)[i];
-    source.shards.push_back(encode_texts(text, *tokenizer, source.name));
-  }
+  return sources;
+}
+
+std::shared_ptr<const std::vector<TokenSource>> load_documents(
+    const Config& config, const TextSource& text, const std::vector<std::string>& caches,
+    std::shared_ptr<text::Tokenizer>& tokenizer) {
+  tokenizer = open_tokenizer(config);
+  if (tokenizer == nullptr) tokenizer = char_tokenizer_of({text});
+  auto sources = std::make_shared<std::vector<TokenSource>>();
+  sources->push_back(
+      {text.name,
+       0,
+       {caches.empty() ? encode_documents(text, *tokenizer) : open_token_cache(caches.at(0))}});
   return sources;
 }
 

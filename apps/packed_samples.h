@@ -32,11 +32,22 @@ struct TokenSource {
 /// last colon if a number does. ConfigError that follows the key.
 std::vector<std::pair<std::string, double>> parse_sources(const std::string& text);
 
-/// What data.sources names. `tokenizer` is made (data.tokenizer) if texts are among them.
-/// Errors   InputError as files are, ConfigError for token shards without data.separator, texts with
-///          model.from
+/// A tokenizer of the characters that occur in texts. InputError as their documents.
+std::shared_ptr<text::Tokenizer> char_tokenizer_of(const std::vector<TextSource>& sources);
+/// The documents of texts, tokenized in memory; none without a token.
+/// Errors   InputError with file, line or row
+TokenDocuments encode_documents(const TextSource& source, const text::Tokenizer& tokenizer);
+
+/// What data.sources names: token shards, and the `texts` (text_sources), from `caches` if they are
+/// there. `tokenizer` is made (data.tokenizer) if there are texts.
+/// Errors   InputError as files are, ConfigError for token shards without data.separator
 std::shared_ptr<const std::vector<TokenSource>> load_sources(
-    const Config& config, std::shared_ptr<text::Tokenizer>& tokenizer);
+    const Config& config, const std::vector<TextSource>& texts,
+    const std::vector<std::string>& caches, std::shared_ptr<text::Tokenizer>& tokenizer);
+/// The same of data.text with several documents.
+std::shared_ptr<const std::vector<TokenSource>> load_documents(
+    const Config& config, const TextSource& text, const std::vector<std::string>& caches,
+    std::shared_ptr<text::Tokenizer>& tokenizer);
 
 /// "source a/*.bin: 120 documents, 1.53 passes, 30.1 % of the positions", a line for each.
 std::string sources_text(const PackPlan& plan, const std::vector<TokenSource>& sources,

@@ -34,9 +34,20 @@ constexpr const char* kLockFile = "/run.lock";
 constexpr const char* kRunFile = "/run.json";
 constexpr std::array kStateNames = {"running", "finished", "preempted", "failed"};
 /// What a run writes beside its checkpoints.
-constexpr std::array kArtefacts = {"status.json",       "config.toml",    "run.json",
-                                   "metrics.jsonl",     "tokenizer.json", "token_check.txt",
-                                   "model.safetensors", "run.lock"};
+constexpr std::array kArtefacts = {"status.json",
+                                   "config.toml",
+                                   "run.json",
+                                   "metrics.jsonl",
+                                   "tokenizer.json",
+                                   "token_check.txt",
+                                   "model.safetensors",
+                                   "run.lock",
+                                   "tokenizer_config.json",
+                                   "special_tokens_map.json",
+                                   "added_tokens.json",
+                                   "chat_template.jinja",
+                                   "chat_template.json",
+                                   "generation_config.json"};
 
 /// A small text; empty if there is none.
 std::string read_small(const std::string& path) {

@@ -18,8 +18,10 @@
 namespace tessera::apps {
 namespace {
 
-/// What tells that a file is the one that was read. Who writes into a file can give it any time of
-/// modification, but the inode has the time of that.
+constexpr std::string_view kResultsHeader = "tessera-token-check 2";
+
+}  // namespace
+
 std::optional<std::string> identity_of(const std::string& path) {
   struct stat status {};
   if (::stat(path.c_str(), &status) != 0) return std::nullopt;
@@ -27,10 +29,6 @@ std::optional<std::string> identity_of(const std::string& path) {
                      status.st_mtim.tv_sec, status.st_mtim.tv_nsec, status.st_ctim.tv_sec,
                      status.st_ctim.tv_nsec);
 }
-
-constexpr std::string_view kResultsHeader = "tessera-token-check 2";
-
-}  // namespace
 
 TokenCheck::TokenCheck(std::vector<TokenArray> files, Options options, dist::World& world)
     : files_(std::move(files)),

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <exception>
 #include <functional>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -12,6 +13,11 @@
 #include "dist/comm/world.h"
 
 namespace tessera::apps {
+
+/// What tells that a file is the one that was read: size, inode, and the times of its last change.
+/// Who writes into a file can give it any time of modification, but the inode has the time of that.
+/// None if there is no such file.
+std::optional<std::string> identity_of(const std::string& path);
 
 /// Every token of the files is read once at the start of a run, so that an id which the vocabulary
 /// lacks ends it there and not in the middle, and a resume can tell that the data is what it was to

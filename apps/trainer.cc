@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cmath>
 #include <exception>
+#include <filesystem>
 #include <limits>
 #include <mutex>
 #include <thread>
@@ -19,6 +20,7 @@
 #include "apps/packed_samples.h"
 #include "apps/run_control.h"
 #include "apps/run_dir.h"
+#include "apps/token_cache.h"
 #include "apps/token_check.h"
 #include "core/autograd.h"
 #include "core/fatal_signals.h"
@@ -105,6 +107,17 @@ class StatusFile {
   std::optional<double> loss_;
   bool is_over_ = false, has_warned_ = false;
 };
+
+/// What a model needs beside it to read and write text. What an earlier run has left of another
+/// tokenizer goes: these names are the run's (RunDir).
+void write_tokenizer(const std::string& dir, const text::Tokenizer& tokenizer) {
+  const std::map<std::string, std::string> files = tokenizer.files();
+  for (const auto& [name, content] : files) write_file_atomically(dir + "/" + name, content);
+  for (const char* name : text::kCompanionFiles) {
+    std::error_code ignored;
+    if (!files.contains(name)) std::filesystem::remove(dir + "/" + name, ignored);
+  }
+}
 
 class Trainer {
  public:
@@ -297,7 +310,7 @@ void Trainer::resume() {
         .on_out_closed = [] { request_preemption("a closed standard output"); }});
     if (data_.tokenizer == nullptr) return;
     for (const std::string& dir : {config_.output.dir, checkpoints_.dir()}) {
-      write_file_atomically(dir + "/tokenizer.json", data_.tokenizer->to_json());
+      write_tokenizer(dir, *data_.tokenizer);
     }
   });
   if (world_.rank() == 0) {
@@ -907,12 +920,17 @@ TrainResult train(const Config& given, dist::World& world) {
     }
   });
   Data data;
-  std::vector<Fact> facts;
-  world.control().verdict([&] {
-    data = load_data(config);
-    facts = facts_of(config, data, context->device());
-  });
-  check_agreement(world.control(), facts);
+  const auto load = [&](const std::vector<std::string>& caches) {
+    std::vector<Fact> facts;
+    world.control().verdict([&] {
+      data = load_data(config, caches);
+      facts = facts_of(config, data, context->device());
+    });
+    check_agreement(world.control(), facts);
+  };
+  // Tokens that are kept lie in the run's directory, which is held before they are made.
+  const bool has_cache = needs_token_caches(config, world);
+  if (!has_cache) load({});
   world.control().verdict([&] { check_trace_path(config, world.rank()); });
   RunDir run_dir(config, world);  // held until the end
   Checkpointing checkpoints(config, world);
@@ -954,7 +972,13 @@ TrainResult train(const Config& given, dist::World& world) {
   };
   const std::unique_ptr<dist::World, decltype(forget)> scope_of_action(&world, forget);
   try {
+    std::vector<std::string> caches;
+    if (has_cache) {
+      caches = make_token_caches(config, world);
+      load(caches);
+    }
     Trainer trainer(config, world, std::move(data), run_dir, checkpoints, status, steps_done.get());
+    if (has_cache && world.rank() == 0) remove_other_token_caches(config, caches);
     set_fatal_report(fatal_report);  // only now an earlier run's status is this one's
     const TrainResult result = trainer.run();
     if (context->order_check() != nullptr) {

@@ -6,8 +6,10 @@ substitutions below, or is listed with the reason why it cannot run here. One th
 reason that no command needs, and a command that fails are failures.
 Usage: readme_commands.py ROOT BUILD MPIRUN
 """
+import json
 import os
 import re
+import shutil
 import struct
 import subprocess
 import sys
@@ -23,7 +25,7 @@ SUBSTITUTES = [
     ("--model.from", r"--model\.context=\d+", "--model.context=8"),
     ("--model.from", r"$", " --device=cpu --train.steps=3 --train.micro_batch=2"),
     ("tessera-tokenize train", r"--vocab=\d+", "--vocab=270"),
-    ("--model.vocab", r"--model\.vocab=\d+", "--model.vocab=270 --train.steps=3"),
+    ("--data.tokenizer=tok", r"$", " --train.steps=3"),
     ("tessera-generate", r"$", " --device cpu --tokens 5"),
 ]
 
@@ -67,9 +69,16 @@ def commands(path):
 
 
 def prepare(folder, root, build):
-    for name, target in [("build", build), ("configs", os.path.join(root, "configs")),
-                         ("Qwen3-0.6B", os.path.join(root, "test/golden/hf/qwen3"))]:
+    for name, target in [("build", build), ("configs", os.path.join(root, "configs"))]:
         os.symlink(target, os.path.join(folder, name))
+    model = os.path.join(folder, "Qwen3-0.6B")
+    shutil.copytree(os.path.join(root, "test/golden/hf/qwen3"), model)
+    with open(os.path.join(model, "tokenizer.json"), "w") as file:  # of 40 ids, as the model has
+        json.dump({"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "[\\s\\S]"},
+                                     "behavior": "Isolated", "invert": False},
+                   "decoder": {"type": "Fuse"},
+                   "model": {"type": "WordLevel", "unk_token": "?", "vocab": {
+                       c: i for i, c in enumerate("?\n 0123456789abcdefghiklmnoprstuvwyI")}}}, file)
     with open(os.path.join(folder, "book.txt"), "w") as book:
         book.writelines("In the beginning was line %d\n" % i for i in range(400))
     tokens = [i * i % 40 for i in range(600)]

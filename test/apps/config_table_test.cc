@@ -39,6 +39,8 @@ std::vector<Example> examples() {
       {"model.rope_high_freq_factor", "8", {}, kLlama3},
       {"model.rope_original_context", "32", {}, kLlama3},
       {"data.tokenizer", "byte", {"--data.text=", "--data.tokens=y", "--model.vocab=9"}, {}},
+      {"data.field", "body", {"--data.text=", "--data.tokens=y", "--model.vocab=9"}, {}},
+      {"data.invalid", "replace", {"--data.text=", "--data.tokens=y", "--model.vocab=9"}, {}},
       {"data.val_fraction",
        "0.2",
        {"--data.text=", "--data.tokens=y", "--data.val_tokens=z", "--model.vocab=9"},

@@ -273,8 +273,8 @@ TEST_CASE("model_from: a text needs the tokenizer of the model", "[model_from]")
   const auto refusal = [&](const std::string& why) {
     return "command line: data.text with model.from = " + model +
            ", whose tokenizer cannot be used (" + model + "/tokenizer.json: " + why +
-           "): a text would become other ids than the model knows; expected data.tokens, shards of "
-           "ids of the model's own tokenizer";
+           "): a text would become other ids than the model knows; expected data.tokenizer, the path of "
+           "the model's, or data.tokens, shards of its ids";
   };
   CHECK(error_of([&] { load({}); }) == refusal("No such file or directory, expected a file"));
   std::ofstream(model + "/tokenizer.json")
@@ -295,13 +295,35 @@ TEST_CASE("model_from: a text needs the tokenizer of the model", "[model_from]")
   std::ofstream(model + "/tokenizer.json")
       << "{\"type\": \"char\", \"chars\": [\"x\", \"c\", \"b\", \"a\"]}";
   const Config config = load({});
-  CHECK(config.data.tokenizer == "char");
+  CHECK(config.data.tokenizer == model);
   const Data data = load_data(config);
   CHECK(data.vocab_size == 40);
   CHECK(data.train.shards[0][0] == 3);
   CHECK(data.train.shards[0][2] == 1);
   CHECK(error_of([&] { load({"--data.tokenizer=byte"}); }) ==
-        "command line: data.tokenizer = byte, expected char of " + model + "/tokenizer.json");
+        "command line: data.tokenizer = byte, expected char of " + model);
+  // A file that is named is taken.
+  const std::string named =
+      dir.write("t.json", "{\"type\": \"char\", \"chars\": [\"a\", \"b\", \"c\"]}");
+  CHECK(load_data(load({"--data.tokenizer=" + named})).train.shards[0][2] == 2);
+  // More ids than the model's.
+  std::ofstream(model + "/tokenizer.json")
+      << R"({"model": {"type": "WordLevel", "unk_token": "c", "vocab": {"c": 0, "a": 40}}})";
+  CHECK(error_of([&] { load_data(load({})); }) ==
+        model + "/config.json: model.vocab = 40, expected at least the tokenizer's 41");
+  // Sources of shards need none; of texts it is that of the model.
+  std::filesystem::remove(model + "/tokenizer.json");
+  const auto sources = [&](const std::string& text) {
+    return load_data(
+        load_config("", std::vector<std::string>{"--model.from=" + model, "--data.separator=0",
+                                                 "--data.sources=" + text}));
+  };
+  CHECK(sources(write_tokens(dir)).tokenizer == nullptr);
+  CHECK(error_of([&] { sources(dir.write("s.jsonl", "{\"text\": \"ab\"}\n")); }) ==
+        model + "/tokenizer.json: No such file or directory, expected a file");
+  std::ofstream(model + "/tokenizer.json")
+      << R"({"model": {"type": "WordLevel", "unk_token": "c", "vocab": {"c": 0, "ab": 39}}})";
+  CHECK(sources(dir / "s.jsonl").train.shards[0][0] == 39);
 }
 
 TEST_CASE("model_from: the learning rate of fine-tuning is 1e-5 unless it is given",

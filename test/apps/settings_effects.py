@@ -100,7 +100,14 @@ class Runs:
         self.shard("a.bin", [i * i % 61 for i in range(3000)])
         self.shard("b.bin", [i * 7 % 61 for i in range(900)])
         self.shard("same.bin", [5] * 3000)
-        self.paths = {"TEXT": self.text, "OTHER": self.other_text, "A": self.path("a.bin"),
+        lines = self.write("lines.jsonl", "".join(json.dumps(
+            {"text": f"line {i * i} of a text", "body": f"{i} another"}) + "\n" for i in range(60)))
+        broken = self.path("broken.jsonl")
+        with open(broken, "wb") as file:
+            file.write(open(lines, "rb").read().replace(b"line 4 ", b"line \xff ", 1))
+        tokenizer = self.write("tokenizer.json", json.dumps(
+            {"type": "char", "chars": sorted(set(open(self.text).read()), reverse=True)}))
+        self.paths = {"LINES": lines, "BROKEN": broken, "TOKENIZER": tokenizer, "TEXT": self.text, "OTHER": self.other_text, "A": self.path("a.bin"),
                       "B": self.path("b.bin"), "SAME": self.path("same.bin"), "HF": self.path("hf"),
                       "HF_GPT2": self.path("hf_gpt2"), "SOURCE": self.path("source")}
         os.makedirs(self.path("source"))
@@ -369,6 +376,10 @@ ROWS = [
     Row("data.val_tokens", "@B@", lambda a, b: a.values("val_loss")[-1] != b.values("val_loss")[-1],
         TOKENS),
     Row("data.tokenizer", "char", lambda a, b: b.numbers()[0] != a.numbers()[0]),
+    Row("data.tokenizer", "@TOKENIZER@", lambda a, b: b.numbers()[0] != a.numbers()[0]),
+    Row("data.field", "body", other_numbers, {"data.text": "@LINES@"}),
+    Row("data.invalid", "replace", lambda a, b: a.status == 3 and b.status == 0 and len(b.steps) == 4,
+        {"data.text": "@BROKEN@"}),
     Row("data.val_fraction", 0.5, lambda a, b: a.tree() != b.tree() and other_numbers(a, b)),
     Row("data.val_split", "interleave", lambda a, b: a.values("val_loss")[-1] !=
         b.values("val_loss")[-1]),
