@@ -350,7 +350,9 @@ std::string make_token_cache(const text::Tokenizer& tokenizer, const TextSource&
   const int64_t num_ids = tokenizer.vocab_size();
   record.bytes_per_token = num_ids <= 256 ? 1 : num_ids <= 65536 ? 2 : 4;
   encode_into(entry, tokenizer, source, options, record);
-  write_durably(entry + "/" + kRecord, to_json(record).dump(1) + "\n");
+  // A name may have any bytes.
+  write_durably(entry + "/" + kRecord,
+                to_json(record).dump(1, ' ', false, json::error_handler_t::replace) + "\n");
   return entry;
 }
 

@@ -352,6 +352,12 @@ void Trainer::check_tokens() const {
                     config_.origin("data.separator"), config_.data.separator, data_.vocab_size));
   }
   if (config_.sample.options.num_tokens == 0) return;
+  if (data_.tokenizer == nullptr) {
+    throw ConfigError(fmt::format(
+        "{}: sample.tokens = {} with sources of token shards alone, expected 0 or texts among them, "
+        "which have a tokenizer",
+        config_.origin("sample.tokens"), config_.sample.options.num_tokens));
+  }
   try {
     data_.tokenizer->encode(config_.sample.prompt);
   } catch (const InputError& error) {

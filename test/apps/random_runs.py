@@ -113,6 +113,8 @@ class Case:
             keys["data.text"] = path
             if d.maybe(0.4):
                 keys["data.tokenizer"] = "char"
+            elif d.maybe(0.4):
+                keys |= self.documents(d, words)
         else:
             vocab = d.choice([17, 256, 1031])
             wide = d.maybe(0.3)
@@ -154,6 +156,26 @@ class Case:
             keys["train.reproducible"] = "true"
             keys["train.global_batch"] = keys["train.micro_batch"] * 4 * self.accum
             del keys["train.grad_accum_steps"]
+        return keys
+
+    def documents(self, d, words):
+        """Texts in several files, as documents, some with a tokenizer of Hugging Face's kind."""
+        for i in range(d.randint(1, 3)):
+            with open(os.path.join(self.dir, f"documents_{i}.jsonl"), "w") as file:
+                for _ in range(d.randint(20, 60)):
+                    text = " ".join(d.choice(words) for _ in range(d.randint(1, 40)))
+                    file.write(json.dumps({"text": text}) + "\n")
+        keys = {"data.text": os.path.join(self.dir, "documents_*.jsonl")}
+        if d.maybe(0.6):
+            path = os.path.join(self.dir, "tokenizer.json")
+            with open(path, "w") as file:
+                json.dump({"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "[\\s\\S]"},
+                                             "behavior": "Isolated", "invert": False},
+                           "decoder": {"type": "Fuse"},
+                           "model": {"type": "WordLevel", "unk_token": "?", "vocab": {
+                               c: i for i, c in enumerate("?" + "".join(sorted(
+                                   set(" ".join(words)))))}}}, file)
+            keys["data.tokenizer"] = path
         return keys
 
     # What must not change a bit.

@@ -8,9 +8,11 @@
 #include <map>
 #include <set>
 
+#include "apps/checkpoint_command.h"
 #include "apps/packed_samples.h"
 #include "apps/saved_model.h"
 #include "test/apps/runs.h"
+#include "test/golden/golden.h"
 #include "test/temp_dir.h"
 #include "test/testing.h"
 
@@ -104,6 +106,19 @@ TEST_CASE("texts: documents with a tokenizer of one's own, tokenized once for al
   const SavedModel saved = load_model(dir / "out");
   CHECK(saved.tokenizer->name() == "WordLevel");
   CHECK(saved.model->family_config()->vocab_size() == 27);
+  // An export has them as well.
+  std::FILE* const quiet = std::fopen("/dev/null", "w");
+  CHECK(checkpoint_command({"export", dir / "out", dir / "hf"}, quiet) == 0);
+  CHECK(checkpoint_command({"export", dir / "out", dir / "own", "--format=tessera"}, quiet) == 0);
+  std::fclose(quiet);
+  for (const char* folder : {"hf/", "own/"}) {
+    for (const char* name : {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
+                             "generation_config.json"}) {
+      CAPTURE(folder, name);
+      CHECK(read_file(dir / folder + name) == read_file(dir / "tokenizer/" + name));
+    }
+  }
+  CHECK(load_model(dir / "own").tokenizer->name() == "WordLevel");
   // Again: the same tokens, which are not made again; the same losses.
   const auto expected = losses(dir / "out");
   train_on(3, config({"--output.overwrite=true", "--train.global_batch=6"}));
@@ -138,6 +153,14 @@ TEST_CASE("texts: what is wrong with one ends all ranks before the first step", 
              Catch::Contains("u.txt: byte 2 (0xc3) is in no character, expected UTF-8"));
   CHECK_THAT(error(1, dir.write("e.jsonl", "")), Catch::Contains("e.jsonl: 0 bytes"));
   CHECK_THAT(error(1, dir.write("cut.txt.gz", "\x1f\x8b\x08")), Catch::Contains("cut.txt.gz: "));
+  std::string parquet = read_file(testing::golden_dir() + "/parquet/gzip_v1.parquet");
+  parquet[4 + 150] = static_cast<char>(parquet[4 + 150] ^ 0x55);  // in the first page of `plain`
+  CHECK_THAT(error(2, dir.write("page.parquet", parquet), {"--data.field=plain"}),
+             Catch::Contains("page.parquet: column \"plain\", row ") &&
+                 Catch::Contains("incorrect data check, expected "));
+  CHECK_THAT(error(1, dir.write("column.parquet",
+                                read_file(testing::golden_dir() + "/parquet/zstd_v1.parquet"))),
+             Catch::Contains("column.parquet: ") && Catch::Contains("text"));
   CHECK_THAT(error(2, dir / "*.csv"), Catch::Contains("no file matches, expected texts"));
   CHECK_THAT(error(1, good, {"--data.field=body"}), Catch::Contains("good.jsonl: line 1"));
   CHECK_THAT(error(1, good, {"--data.tokenizer=" + dir / "none"}),
@@ -147,6 +170,14 @@ TEST_CASE("texts: what is wrong with one ends all ranks before the first step", 
   CHECK_THAT(
       error(2, good, {"--model.vocab=26"}),
       Catch::Contains("command line: model.vocab = 26, expected at least the tokenizer's 27"));
+  std::string shard(1024 + 2 * 400, '\0');
+  const int32_t header[] = {20240520, 1, 400};
+  shard.replace(0, sizeof(header), reinterpret_cast<const char*>(header), sizeof(header));
+  for (size_t i = 0; i < 400; ++i) shard[1024 + 2 * i] = static_cast<char>(1 + i % 23);
+  CHECK_THAT(error_on(2, small_config(
+                             dir, {"--data.sources=" + dir.write("s.bin", shard),
+                                   "--data.separator=1", "--model.vocab=27", "--sample.tokens=3"})),
+             Catch::Contains("sample.tokens = 3 with sources of token shards alone"));
   // What was wrong is mended: nothing of the failures is in the way.
   train_on(2, small_config(dir, {"--data.text=" + good, tokenizer}));
   CHECK(losses(dir / "out").size() == 3);

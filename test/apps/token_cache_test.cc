@@ -84,9 +84,13 @@ TEST_CASE("token cache: what is there whole is used, whatever the files are call
   const std::string entry = make(source_of({path}), *words);
   const ino_t inode = inode_of(entry + "/tokens.bin");
   CHECK(make(source_of({path}), *words) == entry);
-  fs::copy_file(path, dir / "b.txt");
-  CHECK(make(source_of({dir / "b.txt"}), *words) == entry);
+  for (const std::string name : {"b.txt", "\xff\xfe.txt"}) {
+    fs::copy_file(path, dir / name);
+    CHECK(make(source_of({dir / name}), *words) == entry);
+  }
   CHECK(inode_of(entry + "/tokens.bin") == inode);
+  const TextSource odd = source_of({dir.write("\xfd.txt", "three")});
+  CHECK(make(odd, *words) == make(odd, *words));
   // Another text, another tokenizer, another way of reading, another order are other tokens.
   CHECK(make(source_of({dir.write("c.txt", "one  two")}), *words) != entry);
   CHECK(make(source_of({path}), *text::make_byte_tokenizer()) != entry);
