@@ -203,7 +203,8 @@ void apply_toml(const Fields& fields, const toml::table& table, const std::strin
       sections.push_back(std::move(section));
     }
   }
-  for (const auto& [toml_key, node] : table) {
+  for (const auto& [toml_key, element] : table) {
+    const toml::node& node = element;  // clang 14 captures no structured binding
     const std::string key = prefix + std::string(toml_key.str());
     const std::string where = fmt::format("{}:{}", name, toml_key.source().begin.line);
     const bool is_section =

@@ -9,9 +9,8 @@ namespace tessera::apps {
 
 /// Sets the model's keys from the config.json in `model.from`; nothing if that is empty. A key that
 /// was given as well must agree; `model.context` may be shorter, `model.dropout` is free.
-/// With `data.text` the directory's tokenizer.json is the tokenizer; it must be the byte or char
-/// one.
-/// Errors   ConfigError for a key that contradicts the file, a text without such a tokenizer, or
+/// With texts the directory's tokenizer is that of `data.tokenizer`, unless a path is given there.
+/// Errors   ConfigError for a key that contradicts the file, a text without a tokenizer, or
 ///          sizes that no model here may have; InputError for a file that cannot be used (see
 ///          nn::parse_hf_config)
 void take_model_from(Config& config);

@@ -23,7 +23,8 @@ struct TrainResult {
 ///   metrics.jsonl      one object a step (metrics.h)
 ///   status.json        running, finished, preempted or failed, and why; step, time, loss, process
 ///   model.safetensors  at the end: f32 parameters under their full names
-///   tokenizer.json     if the data is a text
+///   tokenizer.json     if there are texts, with what came beside it
+///   token_cache/       tokens of texts (token_cache.h)
 ///   step-NNNNNNNN/     checkpoints (checkpoint.*)
 ///   run.lock           held by the run while it lives (run_dir.h)
 /// and prints a line a step on rank 0. What one rank alone sees wrong ends all ranks with the same
