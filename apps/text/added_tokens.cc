@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "apps/text/unicode.h"
+#include "apps/text/work.h"
 
 namespace tessera::text {
 namespace {
@@ -59,6 +60,7 @@ const AddedToken* AddedTokenFinder::longest_at(std::string_view text, size_t at,
   const AddedToken* token = nullptr;
   uint32_t node = 0;
   for (size_t i = at; i < text.size(); ++i) {
+    ++counted_work();
     const auto found = trie_[node].next.find(text[i]);
     if (found == trie_[node].next.end()) break;
     node = found->second;

@@ -9,6 +9,8 @@
 #include <queue>
 
 #include "apps/text/unicode.h"
+#include "apps/text/word_cache.h"
+#include "apps/text/work.h"
 #include "core/check.h"
 
 namespace tessera::text {
@@ -16,7 +18,7 @@ namespace {
 
 constexpr int kIdBits = 21, kRankBits = 22;
 constexpr uint32_t kNoRank = UINT32_MAX;
-constexpr uint64_t kEmpty = UINT64_MAX;
+constexpr uint64_t kEmpty = 0;
 constexpr uint64_t kHash = 0x9e3779b97f4a7c15u;
 constexpr size_t kMaxShort = 64;  // symbols whose ranks are searched from the left each time
 
@@ -102,33 +104,93 @@ Bpe::Bpe(const Vocabulary& vocabulary, const std::vector<Merge>& merges, BpeRule
     fallback_[byte] = vocabulary.id_of(fmt::format("<0x{:02X}>", byte));
     has_all_bytes_ = has_all_bytes_ && byte_ids_[byte] >= 0;
   }
-  int bits = 4;
-  while ((size_t{1} << bits) < merges.size() * 2) ++bits;
-  shift_ = 64 - bits;
-  table_.assign(size_t{1} << bits, kEmpty);
-  for (const Merge& merge : merges) {
-    const uint64_t key =
-        static_cast<uint64_t>(merge.left) << kIdBits | static_cast<uint64_t>(merge.right);
-    size_t i = (key * kHash) >> shift_;
-    while (table_[i] != kEmpty && table_[i] >> kRankBits != key) i = (i + 1) & (table_.size() - 1);
-    table_[i] = key << kRankBits | merge.rank;
-    if (merge.rank >= made_.size()) made_.resize(merge.rank + 1);
-    made_[merge.rank] = merge.both;
-  }
-  if (!is_byte_level_ || !has_all_bytes_) return;
+  make_table(merges);
+  if (!is_byte_level_) return;
+  if (rules_.ignore_merges) make_whole();
+  if (!has_all_bytes_) return;
   byte_ranks_.resize(65536);
   for (size_t i = 0; i < 65536; ++i) {
     byte_ranks_[i] = rank_of(byte_ids_[i >> 8], byte_ids_[i & 255]);
   }
 }
 
+namespace {
+uint64_t pair_key(int32_t left, int32_t right) {
+  return static_cast<uint64_t>(left) << kIdBits | static_cast<uint64_t>(right);
+}
+}  // namespace
+
+void Bpe::make_table(const std::vector<Merge>& merges) {
+  int bits = 4;
+  while ((size_t{1} << bits) < merges.size() * 2) ++bits;
+  shift_ = 64 - bits;
+  table_ = TableMemory<uint64_t>(size_t{1} << bits);
+  constexpr int kFilterBits = 2;  // for each slot of the table 4
+  filter_shift_ = shift_ - kFilterBits;
+  filter_ = TableMemory<uint64_t>((size_t{1} << (bits + kFilterBits)) / 64);
+  for (const Merge& merge : merges) {
+    const uint64_t key = pair_key(merge.left, merge.right), hash = key * kHash;
+    size_t i = hash >> shift_;
+    while (table_[i] != kEmpty && table_[i] >> kRankBits != key) i = (i + 1) & (table_.size() - 1);
+    table_[i] = key << kRankBits | (merge.rank + 1);
+    filter_[hash >> filter_shift_ >> 6] |= uint64_t{1} << (hash >> filter_shift_ & 63);
+    if (merge.rank >= made_.size()) made_.resize(merge.rank + 1);
+    made_[merge.rank] = merge.both;
+  }
+}
+
+void Bpe::make_whole() {
+  const auto num_ids = static_cast<size_t>(vocabulary_.num_ids());
+  size_t count = 16;
+  while (count < num_ids * 2) count *= 2;
+  whole_ = TableMemory<uint64_t>(count);
+  token_ends_.resize(num_ids);
+  for (size_t id = 0; id < num_ids; ++id) {
+    const std::string* const token = vocabulary_.token(static_cast<int32_t>(id));
+    const auto bytes = token == nullptr ? std::nullopt : bytes_of_characters(*token);
+    if (bytes && token_bytes_.size() + bytes->size() <= UINT32_MAX) token_bytes_ += *bytes;
+    token_ends_[id] = static_cast<uint32_t>(token_bytes_.size());
+    if (!bytes || bytes->empty()) continue;
+    const uint64_t hash = hash_bytes(bytes->data(), bytes->size());
+    size_t i = hash & (count - 1);
+    while (whole_[i] != kEmpty) i = (i + 1) & (count - 1);
+    whole_[i] = hash >> kRankBits << kRankBits | (id + 1);
+  }
+}
+
+/// The id of the token that the whole word is, or -1.
+int32_t Bpe::whole_id(std::string_view word) const {
+  const uint64_t hash = hash_bytes(word.data(), word.size());
+  for (size_t i = hash & (whole_.size() - 1);; i = (i + 1) & (whole_.size() - 1)) {
+    const uint64_t entry = whole_[i];
+    if (entry == kEmpty) return -1;
+    if (entry >> kRankBits != hash >> kRankBits) continue;
+    const size_t id = (entry & ((1u << kRankBits) - 1)) - 1;
+    const size_t begin = id == 0 ? 0 : token_ends_[id - 1];
+    if (std::string_view(token_bytes_).substr(begin, token_ends_[id] - begin) == word) {
+      return static_cast<int32_t>(id);
+    }
+  }
+}
+
 inline uint32_t Bpe::rank_of(int32_t left, int32_t right) const {
-  const uint64_t key = static_cast<uint64_t>(left) << kIdBits | static_cast<uint64_t>(right);
-  for (size_t i = (key * kHash) >> shift_;; i = (i + 1) & (table_.size() - 1)) {
+  const uint64_t key = pair_key(left, right), hash = key * kHash;
+  if ((filter_[hash >> filter_shift_ >> 6] >> (hash >> filter_shift_ & 63) & 1) == 0) {
+    return kNoRank;
+  }
+  for (size_t i = hash >> shift_;; i = (i + 1) & (table_.size() - 1)) {
     const uint64_t entry = table_[i];
-    if (entry >> kRankBits == key) return static_cast<uint32_t>(entry & ((1u << kRankBits) - 1));
+    if (entry >> kRankBits == key && entry != kEmpty) {
+      const auto rank = static_cast<uint32_t>(entry & ((1u << kRankBits) - 1)) - 1;
+      __builtin_prefetch(&made_[rank]);
+      return rank;
+    }
     if (entry == kEmpty) return kNoRank;
   }
+}
+
+inline void Bpe::prefetch(int32_t left, int32_t right) const {
+  __builtin_prefetch(&table_[(pair_key(left, right) * kHash) >> shift_]);
 }
 
 /// A character of the word: its token, else its bytes, else the unknown one (`unk`, if not -1,
@@ -206,6 +268,7 @@ size_t Bpe::merge_short(int32_t* symbols, uint32_t* ranks, size_t count) const {
       symbols[i] = symbols[i + 1];
       ranks[i - 1] = ranks[i];
     }
+    if (best > 0 && best + 1 < count) prefetch(symbols[best], symbols[best + 1]);
     if (best > 0) ranks[best - 1] = rank_of(symbols[best - 1], symbols[best]);
     if (best + 1 < count) ranks[best] = rank_of(symbols[best], symbols[best + 1]);
   }
@@ -218,7 +281,9 @@ void Bpe::merge_long(std::vector<int32_t>& symbols) const {
   std::vector<uint32_t> before(count), behind(count);
   std::unordered_map<uint32_t, Bucket> buckets;
   std::priority_queue<uint32_t, std::vector<uint32_t>, std::greater<>> ranks;
+  int64_t& work = counted_work();
   const auto add = [&](uint32_t position) {
+    ++work;
     const uint32_t rank = rank_of(symbols[position], symbols[behind[position]]);
     if (rank == kNoRank) return rank;
     const auto [found, is_new] = buckets.try_emplace(rank);
@@ -237,6 +302,7 @@ void Bpe::merge_long(std::vector<int32_t>& symbols) const {
     bucket.start();
     bool goes_on = true;
     while (goes_on && !bucket.is_empty()) {
+      ++work;
       const uint32_t left = bucket.take(), right = behind[left];
       if (symbols[left] < 0 || right == kNone) continue;
       if (rank_of(symbols[left], symbols[right]) != rank) continue;
@@ -258,14 +324,7 @@ void Bpe::merge_long(std::vector<int32_t>& symbols) const {
 
 void Bpe::encode(std::string_view word, std::vector<int32_t>& ids) const {
   if (rules_.ignore_merges) {
-    int32_t id = -1;
-    if (is_byte_level_) {
-      std::string token;
-      for (const char c : word) token += byte_character(static_cast<unsigned char>(c));
-      id = vocabulary_.id_of(token);
-    } else {
-      id = vocabulary_.id_of(word);
-    }
+    const int32_t id = is_byte_level_ ? whole_id(word) : vocabulary_.id_of(word);
     if (id >= 0) {
       ids.push_back(id);
       return;

@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "apps/text/table_memory.h"
 #include "apps/text/vocabulary.h"
 
 namespace tessera::text {
@@ -43,6 +44,10 @@ class Bpe {
 
  private:
   uint32_t rank_of(int32_t left, int32_t right) const;
+  void prefetch(int32_t left, int32_t right) const;
+  void make_table(const std::vector<Merge>& merges);
+  void make_whole();
+  int32_t whole_id(std::string_view word) const;
   void add_symbols(std::string_view word, std::vector<int32_t>& symbols) const;
   void add_character(std::string_view symbol, int32_t& unk, std::vector<int32_t>& symbols) const;
   size_t merge_short(int32_t* symbols, uint32_t* ranks, size_t count) const;
@@ -55,10 +60,16 @@ class Bpe {
   int32_t byte_ids_[256];  // byte level: of each byte, -1 where the vocabulary lacks it
   int32_t fallback_[256];  // <0x00>..., -1 likewise
   bool has_all_bytes_ = false;
-  std::vector<uint64_t> table_;  // left, right and rank of each pair in one word
+  TableMemory<uint64_t> table_;  // left, right and rank + 1 of each pair in one word; 0: empty
   int shift_ = 0;
+  TableMemory<uint64_t> filter_;  // a bit for the hash of each pair: most that are sought are none
+  int filter_shift_ = 0;
   std::vector<int32_t> made_;         // by rank
   std::vector<uint32_t> byte_ranks_;  // byte level: by two bytes
+  // Byte level with ignore_merges: bytes of tokens to their ids (bits of the hash and id + 1).
+  TableMemory<uint64_t> whole_;
+  std::string token_bytes_;
+  std::vector<uint32_t> token_ends_;  // by id; of one that stands for no bytes as the one before
 };
 
 /// The printable character that stands for each byte in a byte-level vocabulary, in UTF-8: itself

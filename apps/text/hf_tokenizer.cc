@@ -15,6 +15,28 @@ namespace {
 constexpr std::string_view kMark = "\xe2\x96\x81";  // of SentencePiece
 constexpr size_t kMaxCachedNbytes = 256;
 
+/// Settings of a call of Hugging Face's, which are read and left alone.
+void check_call_settings(const JsonNode& truncation, const JsonNode& padding) {
+  if (!truncation.is_null()) {
+    truncation.check_keys({"direction", "max_length", "strategy", "stride"});
+    if (!truncation["direction"].is_null()) truncation["direction"].one_of({"Left", "Right"});
+    truncation["strategy"].one_of({"LongestFirst", "OnlyFirst", "OnlySecond"});
+    truncation["max_length"].integer(0, INT64_MAX);
+    truncation["stride"].integer(0, INT64_MAX);
+  }
+  if (padding.is_null()) return;
+  padding.check_keys(
+      {"strategy", "direction", "pad_to_multiple_of", "pad_id", "pad_type_id", "pad_token"});
+  const JsonNode strategy = padding["strategy"];
+  if (strategy.value().is_object()) {
+    strategy.check_keys({"Fixed"});
+    strategy["Fixed"].integer(0, INT64_MAX);
+  } else {
+    strategy.one_of({"BatchLongest"});
+  }
+  padding["direction"].one_of({"Left", "Right"});
+}
+
 }  // namespace
 
 /// A scratch of the tokenizer's, given back at the end.
@@ -45,6 +67,8 @@ class HfTokenizer::Lease {
 HfTokenizer::HfTokenizer(const JsonNode& root, std::string text) : text_(std::move(text)) {
   root.check_keys({"version", "truncation", "padding", "added_tokens", "normalizer",
                    "pre_tokenizer", "post_processor", "decoder", "model"});
+  if (!root["version"].is_null()) root["version"].one_of({"1.0"});
+  check_call_settings(root["truncation"], root["padding"]);
   normalizer_ = parse_normalizer(root["normalizer"]);
   pre_tokenization_ = parse_pre_tokenizer(root["pre_tokenizer"]);
   ParsedModel parsed = parse_model(root["model"], pre_tokenization_.is_byte_level);
@@ -113,6 +137,29 @@ std::vector<int32_t> HfTokenizer::template_ids(const JsonNode& processor,
   return ids;
 }
 
+/// The ids before the first sequence of a template and behind it; the sequences are A, then B.
+std::pair<std::vector<int32_t>, std::vector<int32_t>> HfTokenizer::template_sides(
+    const JsonNode& processor, const JsonNode& parts) const {
+  std::vector<int32_t> before, behind;
+  const bool is_pair = &parts.value() == &processor["pair"].value();
+  size_t num_a = 0, num_b = 0;
+  for (size_t i = 0; i < parts.size(); ++i) {
+    const JsonNode part = parts.at(i);
+    part.check_keys({"SpecialToken", "Sequence"});
+    const bool is_sequence = !part["Sequence"].is_null();
+    const JsonNode content = part[is_sequence ? "Sequence" : "SpecialToken"];
+    content.check_keys({"id", "type_id"});
+    if (is_sequence) {
+      ++(content["id"].one_of({"A", "B"}) == 0 ? num_a : num_b);
+      continue;
+    }
+    auto& side = num_a + num_b == 0 ? before : behind;
+    for (const int32_t id : template_ids(processor, content["id"])) side.push_back(id);
+  }
+  if (!is_pair && (num_a != 1 || num_b != 0)) parts.fail("the sequence A once");
+  return {before, behind};
+}
+
 void HfTokenizer::parse_post_processor(const JsonNode& node) {
   if (node.is_null()) return;
   const size_t type = node["type"].one_of(
@@ -125,20 +172,9 @@ void HfTokenizer::parse_post_processor(const JsonNode& node) {
     node.check_keys({"type", "add_prefix_space", "trim_offsets", "use_regex"});
   } else if (type == 2) {
     node.check_keys({"type", "single", "pair", "special_tokens"});
-    const JsonNode single = node["single"];
-    std::vector<int32_t> before, behind;
-    int num_sequences = 0;
-    for (size_t i = 0; i < single.size(); ++i) {
-      const JsonNode part = single.at(i);
-      part.check_keys({"SpecialToken", "Sequence"});
-      if (!part["Sequence"].is_null()) {
-        ++num_sequences;
-        continue;
-      }
-      auto& side = num_sequences == 0 ? before : behind;
-      for (const int32_t id : template_ids(node, part["SpecialToken"]["id"])) side.push_back(id);
-    }
-    if (num_sequences != 1) single.fail("the sequence A once");
+    const auto [before, behind] = template_sides(node, node["single"]);
+    // Pairs of texts are not encoded here.
+    if (!node["pair"].is_null()) template_sides(node, node["pair"]);
     before_.insert(before_.begin(), before.begin(), before.end());
     behind_.insert(behind_.end(), behind.begin(), behind.end());
   } else {
@@ -179,6 +215,11 @@ void HfTokenizer::encode(std::string_view text, std::vector<int32_t>& ids,
                          const EncodeOptions& options) const {
   if (const size_t at = find_invalid_utf8(text); at < text.size()) {
     throw InputError(fmt::format("tokenizer: byte {} is not UTF-8 text, expected UTF-8", at));
+  }
+  // Memory is touched when ids are written: a guess of many ids costs nothing, growing costs copies.
+  constexpr size_t kLargeNbytes = 1 << 20;
+  if (text.size() >= kLargeNbytes && ids.capacity() - ids.size() < text.size() / 2) {
+    ids.reserve(std::max(ids.size() + text.size() / 2, ids.capacity() * 2));
   }
   const Lease scratch(*this);
   if (options.add_special_tokens) ids.insert(ids.end(), before_.begin(), before_.end());
@@ -280,36 +321,54 @@ void HfTokenizer::encode_words(Scratch& scratch, std::string_view text, const Sc
     ids.insert(ids.end(), buffer, buffer + count);
     count = 0;
   };
+  // Words are cut some ahead of their ids, so that the entries of these are on their way meanwhile.
+  struct Word {
+    const char* begin;
+    size_t nbytes;
+    ShortKey key;
+    uint64_t hash;
+  };
+  constexpr size_t kAhead = 24;
+  Word words[kAhead];
   WordCache& cache = scratch.cache;
   const char *p = text.data(), *const end = p + text.size();
   while (p < end) {
-    const char* const next = scanner.next(p, end);
-    const auto nbytes = static_cast<size_t>(next - p);
-    if (count >= kBufferCount) flush();
-    if (nbytes <= kMaxShortNbytes) [[likely]] {
-      const ShortKey key = short_key(p, nbytes, end);
-      WordCache::Entry* const entry = cache.find(key);
-      if (entry->key.high != 0) [[likely]] {
-        if (entry->count <= 3) [[likely]] {
-          std::memcpy(buffer + count, entry->ids, 16);
-          count += entry->count;
-        } else {
-          flush();
-          const int32_t* const known = cache.ids_of(*entry);
-          ids.insert(ids.end(), known, known + entry->count);
-        }
-      } else {
+    size_t num_words = 0;
+    for (; num_words < kAhead && p < end; ++num_words) {
+      const char* const next = scanner.next(p, end);
+      Word& word = words[num_words];
+      word.begin = p;
+      word.nbytes = static_cast<size_t>(next - p);
+      if (word.nbytes <= kMaxShortNbytes) [[likely]] {
+        word.key = short_key(p, word.nbytes, end);
+        word.hash = hash_of(word.key);
+        cache.prefetch(word.hash);
+      }
+      p = next;
+    }
+    for (const Word* word = words; word < words + num_words; ++word) {
+      if (count >= kBufferCount) flush();
+      if (word->nbytes > kMaxShortNbytes) [[unlikely]] {
+        flush();
+        encode_long_word(scratch, {word->begin, word->nbytes}, ids);
+        continue;
+      }
+      WordCache::Entry* const entry = cache.find(word->key, word->hash);
+      if (entry->key.high == 0) [[unlikely]] {
         scratch.word_ids.clear();
-        model_->encode({p, nbytes}, scratch.word_ids);
-        cache.add(entry, key, scratch.word_ids.data(), scratch.word_ids.size());
+        model_->encode({word->begin, word->nbytes}, scratch.word_ids);
+        cache.add(entry, word->key, word->hash, scratch.word_ids.data(), scratch.word_ids.size());
         flush();
         ids.insert(ids.end(), scratch.word_ids.begin(), scratch.word_ids.end());
+      } else if (entry->count <= 3) [[likely]] {
+        std::memcpy(buffer + count, entry->ids, 16);
+        count += entry->count;
+      } else {
+        flush();
+        const int32_t* const known = cache.ids_of(*entry);
+        ids.insert(ids.end(), known, known + entry->count);
       }
-    } else {
-      flush();
-      encode_long_word(scratch, {p, nbytes}, ids);
     }
-    p = next;
   }
   flush();
 }

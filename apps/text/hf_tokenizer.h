@@ -4,6 +4,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "apps/text/added_tokens.h"
@@ -53,6 +54,8 @@ class HfTokenizer : public Tokenizer {
   void parse_added_tokens(const JsonNode& list);
   void parse_post_processor(const JsonNode& node);
   std::vector<int32_t> template_ids(const JsonNode& processor, const JsonNode& name) const;
+  std::pair<std::vector<int32_t>, std::vector<int32_t>> template_sides(const JsonNode& processor,
+                                                                       const JsonNode& parts) const;
   void set_cutting();
 
   void encode_segment(Scratch& scratch, std::string_view text, bool is_at_start,

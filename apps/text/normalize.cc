@@ -1,9 +1,11 @@
 #include "apps/text/normalize.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "apps/text/regex.h"
 #include "apps/text/unicode.h"
+#include "apps/text/work.h"
 
 namespace tessera::text {
 namespace {
@@ -19,31 +21,45 @@ class Form : public Normalizer {
   NormalForm form_;
 };
 
-/// Characters one by one.
-class Mapped : public Normalizer {
+class Lowercase : public Normalizer {
  public:
   void apply(std::string& text) const override {
     std::string out;
     out.reserve(text.size());
-    for_each_character(text, [&](char32_t c) { append(out, c); });
+    append_lower(out, text);
     text = std::move(out);
   }
   bool keeps(std::string_view) const override { return false; }
   bool is_local() const override { return true; }
-
- protected:
-  virtual void append(std::string& out, char32_t c) const = 0;
-  Properties properties_;
 };
 
-class Lowercase : public Mapped {
-  void append(std::string& out, char32_t c) const override { append_lower(out, c); }
-};
-
-class StripAccents : public Mapped {
-  void append(std::string& out, char32_t c) const override {
-    if ((properties_(c) & kAccent) == 0) append_utf8(out, c);
+/// Drops the characters of a property that no ASCII character has.
+void drop(std::string& text, uint32_t property, const Properties& properties) {
+  size_t out = 0;
+  for (size_t at = 0; at < text.size();) {
+    size_t nbytes = ascii_nbytes(std::string_view(text).substr(at));
+    if (nbytes == 0) {
+      nbytes = utf8_nbytes(text[at]);
+      if ((properties(utf8_decode(text.data() + at)) & property) != 0) {
+        at += nbytes;
+        continue;
+      }
+    }
+    if (out != at) std::memmove(text.data() + out, text.data() + at, nbytes);
+    out += nbytes;
+    at += nbytes;
   }
+  text.resize(out);
+}
+
+class StripAccents : public Normalizer {
+ public:
+  void apply(std::string& text) const override { drop(text, kAccent, properties_); }
+  bool keeps(std::string_view text) const override { return ascii_nbytes(text) == text.size(); }
+  bool is_local() const override { return true; }
+
+ private:
+  Properties properties_;
 };
 
 class Strip : public Normalizer {
@@ -120,30 +136,51 @@ class Bert : public Normalizer {
   Bert(bool clean, bool ideographs, bool strip_accents, bool lowercase)
       : clean_(clean), ideographs_(ideographs), strips_(strip_accents), lowers_(lowercase) {}
   void apply(std::string& text) const override {
-    std::string out;
+    std::string out, stretch;
     out.reserve(text.size() + 16);
-    if (clean_ || ideographs_) {
-      for_each_character(text, [&](char32_t c) { append_clean(out, c); });
-      text.swap(out);
+    const std::string_view all(text);
+    for (size_t at = 0; at < all.size();) {
+      // ASCII that stays needs no more than its case, and no mark behind it is ordered past it.
+      const size_t end = at + plain_nbytes(all.substr(at));
+      if (lowers_) {
+        append_ascii_lower(out, all.substr(at, end - at));
+      } else {
+        out += all.substr(at, end - at);
+      }
+      at = end;
+      while (at < all.size() && !is_plain(all[at])) {
+        const size_t nbytes = utf8_nbytes(all[at]);
+        append_clean(stretch, utf8_decode(all.data() + at));
+        at += nbytes;
+      }
+      counted_work() += static_cast<int64_t>(at - end);
+      if (stretch.empty()) continue;
+      if (strips_) {
+        if (!is_surely_normal(stretch, NormalForm::kNfd)) {
+          stretch = normal_form(stretch, NormalForm::kNfd);
+        }
+        drop(stretch, kBertAccent, properties_);
+      }
+      if (lowers_) {
+        append_lower(out, stretch);
+      } else {
+        out += stretch;
+      }
+      stretch.clear();
     }
-    if (strips_) {
-      if (!is_surely_normal(text, NormalForm::kNfd)) text = normal_form(text, NormalForm::kNfd);
-      out.clear();
-      for_each_character(text, [&](char32_t c) {
-        if ((properties_(c) & kBertAccent) == 0) append_utf8(out, c);
-      });
-      text.swap(out);
-    }
-    if (lowers_) {
-      out.clear();
-      for_each_character(text, [&](char32_t c) { append_lower(out, c); });
-      text.swap(out);
-    }
+    text = std::move(out);
   }
   bool keeps(std::string_view) const override { return false; }
   bool is_local() const override { return true; }
 
  private:
+  /// ASCII that cleaning keeps.
+  static bool is_plain(char c) { return c >= ' ' && c != 0x7f; }
+  static size_t plain_nbytes(std::string_view text) {
+    size_t at = 0;
+    while (at < text.size() && is_plain(text[at])) ++at;
+    return at;
+  }
   static bool is_ideograph(char32_t c) {
     constexpr std::pair<char32_t, char32_t> kRanges[] = {
         {0x4e00, 0x9fff},   {0x3400, 0x4dbf},   {0x20000, 0x2a6df}, {0x2a700, 0x2b73f},
@@ -195,9 +232,9 @@ FindAll parse_pattern(const JsonNode& node) {
       return code->find_all(text);
     };
   }
+  if (node["String"].text().empty()) node["String"].fail("a text that is not empty");
   return [sought = node["String"].text()](std::string_view text) {
     std::vector<std::pair<size_t, size_t>> found;
-    if (sought.empty()) return found;
     for (size_t at = text.find(sought); at != std::string_view::npos;
          at = text.find(sought, at + sought.size())) {
       found.emplace_back(at, at + sought.size());

@@ -5,6 +5,7 @@
 
 #include "apps/text/bpe.h"
 #include "apps/text/normalize.h"
+#include "apps/text/work.h"
 
 namespace tessera::text {
 namespace {
@@ -101,6 +102,7 @@ class Split : public PreTokenizer {
     bool drops_start = false;
     for (const auto& piece : pieces.pieces) {
       const std::string_view text = pieces.view(piece);
+      counted_work() += static_cast<int64_t>(text.size());
       split(out, piece.begin, text.size(), find_(text), behavior_, invert_);
       if (&piece == &pieces.pieces.front()) {
         drops_start = out.empty() || out.front().begin != piece.begin;

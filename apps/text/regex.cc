@@ -9,6 +9,7 @@
 #include <functional>
 
 #include "apps/text/unicode.h"
+#include "apps/text/work.h"
 #include "core/check.h"
 #include "core/text.h"
 
@@ -430,6 +431,7 @@ std::vector<std::pair<size_t, size_t>> Regex::find_all(std::string_view text) co
       return pcre2_match(code_->code, reinterpret_cast<PCRE2_SPTR>(text.data()), text.size(), at,
                          options | PCRE2_NO_UTF_CHECK, data.get(), code_->context);
     };
+    ++counted_work();
     int status = search(0);
     if (status == PCRE2_ERROR_JIT_STACKLIMIT) status = search(PCRE2_NO_JIT);
     if (status == PCRE2_ERROR_NOMATCH) break;

@@ -3,11 +3,13 @@
 #include <immintrin.h>
 
 #include <algorithm>
+#include <bit>
 #include <map>
 #include <unordered_map>
 #include <vector>
 
 #include "apps/text/unicode_data.h"
+#include "apps/text/work.h"
 
 namespace tessera::text {
 namespace {
@@ -29,28 +31,34 @@ Entries entries_of(const uint32_t* array, size_t count) {
   return entries;
 }
 
+/// What normal forms need of a character.
+struct FormTraits {
+  uint8_t combining_class;  // 0 for a starter
+  uint8_t bits;             // kMarked << form, kCanonicalEntry, kCompatibleEntry
+};
+constexpr uint8_t kMarked = 1;  // the form may change it, or what stands before it by it
+constexpr uint8_t kCanonicalEntry = 16, kCompatibleEntry = 32;
+static_assert(static_cast<int>(NormalForm::kNfkd) == 3);
+
+constexpr uint8_t marked_bit(NormalForm form) {
+  return static_cast<uint8_t>(kMarked << static_cast<int>(form));
+}
+
 struct FormTables {
   Entries canonical = entries_of(kCanonical, kCanonicalCount);
   Entries compatible = entries_of(kCompatible, kCompatibleCount);
-  std::unordered_map<char32_t, uint8_t> classes;  // of those that are no starters
   std::unordered_map<uint64_t, char32_t> pairs;
+  uint16_t block[kNumCodes / 128];
+  std::vector<FormTraits> traits;  // of 128 code points a block
 
   FormTables() {
-    for (size_t i = 0; i < kClassRunsCount; i += 2) {
-      if (kClassRuns[i + 1] == 0) continue;
-      const char32_t end = i + 2 < kClassRunsCount ? kClassRuns[i + 2] : kNumCodes;
-      for (char32_t c = kClassRuns[i]; c < end; ++c) {
-        classes.emplace(c, static_cast<uint8_t>(kClassRuns[i + 1]));
-      }
-    }
     for (size_t i = 0; i < kPairsCount; i += 3) {
       pairs.emplace(uint64_t{kPairs[i]} << 32 | kPairs[i + 1], kPairs[i + 2]);
     }
+    compress(make_traits());
   }
-  uint8_t class_of(char32_t c) const {
-    const auto found = classes.find(c);
-    return found == classes.end() ? 0 : found->second;
-  }
+  const FormTraits& of(char32_t c) const { return traits[size_t{block[c >> 7]} * 128 + (c & 127)]; }
+  uint8_t class_of(char32_t c) const { return of(c).combining_class; }
   /// What the two are composed to, or 0.
   char32_t compose(char32_t a, char32_t b) const {
     if (a - kLeadBase < kLeadCount && b - kVowelBase < kVowelCount) {
@@ -62,6 +70,49 @@ struct FormTables {
     }
     const auto found = pairs.find(uint64_t{a} << 32 | b);
     return found == pairs.end() ? 0 : found->second;
+  }
+
+ private:
+  std::vector<FormTraits> make_traits() const {
+    constexpr uint8_t kC = marked_bit(NormalForm::kNfc), kD = marked_bit(NormalForm::kNfd),
+                      kKc = marked_bit(NormalForm::kNfkc), kKd = marked_bit(NormalForm::kNfkd);
+    std::vector<FormTraits> all(kNumCodes);
+    const auto mark = [&](char32_t c, uint8_t bits) { all[c].bits |= bits; };
+    for (size_t i = 0; i < kClassRunsCount; i += 2) {
+      if (kClassRuns[i + 1] == 0) continue;
+      const char32_t end = i + 2 < kClassRunsCount ? kClassRuns[i + 2] : kNumCodes;
+      for (char32_t c = kClassRuns[i]; c < end; ++c) {
+        all[c] = {static_cast<uint8_t>(kClassRuns[i + 1]), kC | kD | kKc | kKd};
+      }
+    }
+    for (const auto& [pair, c] : pairs) mark(static_cast<char32_t>(pair & 0xffffffffu), kC | kKc);
+    for (char32_t i = 0; i < kVowelCount; ++i) mark(kVowelBase + i, kC | kKc);
+    for (char32_t i = 1; i < kTailCount; ++i) mark(kTailBase + i, kC | kKc);
+    for (char32_t i = 0; i < kHangulCount; ++i) mark(kHangulBase + i, kD | kKd);
+    std::vector<bool> is_second(kNumCodes);
+    for (char32_t c = 0; c < kNumCodes; ++c) is_second[c] = (all[c].bits & kC) != 0;
+    // A composed character is what composing makes of it, if its parts are not composed with what
+    // stands before.
+    std::vector<bool> is_composed(kNumCodes);
+    for (const auto& [pair, c] : pairs) is_composed[c] = true;
+    for (const auto& [c, entry] : canonical) {
+      mark(c, kCanonicalEntry | kD | kKd);
+      if (!is_composed[c] || is_second[entry[1]]) mark(c, kC | kKc);
+    }
+    for (const auto& [c, entry] : compatible) mark(c, kCompatibleEntry | kKc | kKd);
+    return all;
+  }
+  void compress(const std::vector<FormTraits>& all) {
+    std::map<std::string_view, uint16_t> numbers;
+    constexpr size_t kNbytes = 128 * sizeof(FormTraits);
+    for (size_t i = 0; i < kNumCodes / 128; ++i) {
+      const FormTraits* const own = all.data() + i * 128;
+      const auto [found, is_new] =
+          numbers.emplace(std::string_view(reinterpret_cast<const char*>(own), kNbytes),
+                          static_cast<uint16_t>(numbers.size()));
+      block[i] = found->second;
+      if (is_new) traits.insert(traits.end(), own, own + 128);
+    }
   }
 };
 
@@ -80,23 +131,9 @@ struct BuiltProperties : detail::PropertyTables {
       std::fill(flat.begin() + kPropertyRuns[i], flat.begin() + end,
                 static_cast<uint8_t>(kPropertyRuns[i + 1]));
     }
-    size_t num_kinds = kPropertyKindsCount;
-    for (size_t i = 0; i < num_kinds; ++i) bits[i] = kPropertyKinds[i] | derived(kPropertyKinds[i]);
-    std::map<uint8_t, uint8_t> marked;  // the same kind with kNotNfc
-    const auto mark = [&](char32_t c) {
-      if ((bits[flat[c]] & kNotNfc) != 0) return;
-      const auto [found, is_new] = marked.emplace(flat[c], static_cast<uint8_t>(num_kinds));
-      if (is_new) bits[num_kinds++] = bits[flat[c]] | kNotNfc;
-      flat[c] = found->second;
-    };
-    const FormTables& forms = form_tables();
-    for (const auto& [c, entry] : forms.canonical) mark(c);  // some are composed to others
-    for (const auto& [c, value] : forms.classes) mark(c);
-    for (const auto& [pair, c] : forms.pairs) mark(static_cast<char32_t>(pair & 0xffffffffu));
-    for (char32_t i = 0; i < kVowelCount; ++i) mark(kVowelBase + i);
-    for (char32_t i = 1; i < kTailCount; ++i) mark(kTailBase + i);
-    // A composed character is what composing makes of it, if none of these follows.
-    for (const auto& [pair, c] : forms.pairs) unmark(c, flat, marked);
+    for (size_t i = 0; i < kPropertyKindsCount; ++i) {
+      bits[i] = kPropertyKinds[i] | derived(kPropertyKinds[i]);
+    }
     compress(flat);
   }
 
@@ -111,24 +148,6 @@ struct BuiltProperties : detail::PropertyTables {
     if (is_both || category == Category::kLu || category == Category::kLt) more |= kUpper;
     if (is_both || category == Category::kLl) more |= kLower;
     return more;
-  }
-  /// Takes kNotNfc back unless the character is a mark or the second of a pair.
-  static void unmark(char32_t c, std::vector<uint8_t>& flat,
-                     const std::map<uint8_t, uint8_t>& marked) {
-    const FormTables& forms = form_tables();
-    if (forms.class_of(c) != 0 || is_second(c)) return;
-    for (const auto& [plain, with] : marked) {
-      if (flat[c] == with) flat[c] = plain;
-    }
-  }
-  static bool is_second(char32_t c) {
-    static const std::vector<char32_t> seconds = [] {
-      std::vector<char32_t> all;
-      for (size_t i = 0; i < kPairsCount; i += 3) all.push_back(kPairs[i + 1]);
-      std::sort(all.begin(), all.end());
-      return all;
-    }();
-    return std::binary_search(seconds.begin(), seconds.end(), c);
   }
   void compress(const std::vector<uint8_t>& flat) {
     std::map<std::string_view, uint16_t> numbers;
@@ -157,13 +176,11 @@ void decompose(std::u32string& out, char32_t c, bool is_compatible) {
     return;
   }
   const uint32_t* entry = nullptr;
-  if (is_compatible) {
-    const auto found = forms.compatible.find(c);
-    if (found != forms.compatible.end()) entry = found->second;
-  }
-  if (entry == nullptr) {
-    const auto found = forms.canonical.find(c);
-    if (found != forms.canonical.end()) entry = found->second;
+  const uint8_t bits = forms.of(c).bits;
+  if (is_compatible && (bits & kCompatibleEntry) != 0) {
+    entry = forms.compatible.find(c)->second;
+  } else if ((bits & kCanonicalEntry) != 0) {
+    entry = forms.canonical.find(c)->second;
   }
   if (entry == nullptr) {
     out += c;
@@ -172,20 +189,35 @@ void decompose(std::u32string& out, char32_t c, bool is_compatible) {
   }
 }
 
+/// Sorts marks by their classes, those of one as they stand, in linear time.
+void sort_marks(char32_t* marks, size_t count) {
+  const FormTables& forms = form_tables();
+  const auto class_of = [&](char32_t c) { return forms.class_of(c); };
+  constexpr size_t kFew = 32;
+  if (count <= kFew) {
+    for (size_t i = 1; i < count; ++i) {
+      const char32_t mark = marks[i];
+      size_t at = i;
+      for (; at > 0 && class_of(marks[at - 1]) > class_of(mark); --at) marks[at] = marks[at - 1];
+      marks[at] = mark;
+    }
+    return;
+  }
+  size_t begin[257] = {};
+  for (size_t i = 0; i < count; ++i) ++begin[class_of(marks[i]) + 1];
+  for (size_t i = 0; i < 256; ++i) begin[i + 1] += begin[i];
+  const std::u32string old(marks, count);
+  for (const char32_t c : old) marks[begin[class_of(c)]++] = c;
+}
+
 /// Marks after one starter, in the order of their classes.
 void order_marks(std::u32string& text) {
   const FormTables& forms = form_tables();
   for (size_t begin = 0; begin < text.size();) {
-    if (text[begin] < 0x300 || forms.class_of(text[begin]) == 0) {
-      ++begin;
-      continue;
-    }
-    size_t end = begin + 1;
+    size_t end = begin;
     while (end < text.size() && forms.class_of(text[end]) != 0) ++end;
-    std::stable_sort(text.begin() + static_cast<std::ptrdiff_t>(begin),
-                     text.begin() + static_cast<std::ptrdiff_t>(end),
-                     [&](char32_t a, char32_t b) { return forms.class_of(a) < forms.class_of(b); });
-    begin = end;
+    if (end - begin > 1) sort_marks(text.data() + begin, end - begin);
+    begin = end + 1;
   }
 }
 
@@ -194,7 +226,7 @@ void compose(std::u32string& text) {
   size_t out = 0, starter = SIZE_MAX;
   int last_class = -1;  // of what follows the starter; -1: nothing does
   for (const char32_t c : text) {
-    const int own = c < 0x300 ? 0 : forms.class_of(c);
+    const int own = forms.class_of(c);
     if (starter != SIZE_MAX && last_class < own) {
       const char32_t both = forms.compose(text[starter], c);
       if (both != 0) {
@@ -220,57 +252,115 @@ const detail::PropertyTables& detail::property_tables() {
   return tables;
 }
 
-void append_lower(std::string& out, char32_t c) {
-  static const Entries lower = entries_of(kLowerCases, kLowerCasesCount);
-  if (c < 0x80) {
-    out += static_cast<char>(c >= 'A' && c <= 'Z' ? c + 32 : c);
-    return;
+namespace {
+
+struct LowerCases {
+  Entries entries = entries_of(kLowerCases, kLowerCasesCount);
+  std::vector<bool> has_one = std::vector<bool>(kNumCodes);  // most have none, in a small table
+  LowerCases() {
+    for (const auto& [c, entry] : entries) has_one[c] = true;
   }
-  const auto found = lower.find(c);
-  if (found == lower.end()) {
-    append_utf8(out, c);
-  } else {
-    for (uint32_t i = 1; i <= *found->second; ++i) append_utf8(out, found->second[i]);
+};
+
+}  // namespace
+
+size_t ascii_nbytes(std::string_view text) {
+  const char *p = text.data(), *const end = p + text.size();
+  for (; end - p >= 16; p += 16) {
+    const int mask = _mm_movemask_epi8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    if (mask != 0) return static_cast<size_t>(p - text.data()) + std::countr_zero(unsigned(mask));
+  }
+  while (p < end && static_cast<signed char>(*p) >= 0) ++p;
+  return static_cast<size_t>(p - text.data());
+}
+
+void append_ascii_lower(std::string& out, std::string_view ascii) {
+  const size_t old = out.size();
+  out += ascii;
+  for (char* p = out.data() + old; p < out.data() + out.size(); ++p) {
+    *p = static_cast<char>(*p + (*p >= 'A' && *p <= 'Z' ? 32 : 0));
   }
 }
 
-bool is_surely_normal(std::string_view text, NormalForm form) {
-  const Properties properties;
-  const char* p = text.data();
-  const char* const end = p + text.size();
+void append_lower(std::string& out, std::string_view text) {
+  static const LowerCases lower;
+  while (!text.empty()) {
+    const size_t num_ascii = ascii_nbytes(text);
+    append_ascii_lower(out, text.substr(0, num_ascii));
+    text.remove_prefix(num_ascii);
+    if (text.empty()) return;
+    const char32_t c = utf8_decode(text.data());
+    const size_t nbytes = utf8_nbytes(text[0]);
+    if (lower.has_one[c]) {
+      const uint32_t* const entry = lower.entries.find(c)->second;
+      for (uint32_t i = 1; i <= *entry; ++i) append_utf8(out, entry[i]);
+    } else {
+      out += text.substr(0, nbytes);
+    }
+    text.remove_prefix(nbytes);
+  }
+}
+
+namespace {
+
+/// The first character from p on that the form may change, or what stands before it by it.
+const char* find_marked(const char* p, const char* end, NormalForm form) {
+  const FormTables& forms = form_tables();
+  const uint8_t bit = marked_bit(form);
   while (p < end) {
-    while (end - p >= 16 &&
-           _mm_movemask_epi8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))) == 0) {
+    while (end - p >= 16) {
+      const int mask = _mm_movemask_epi8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+      if (mask != 0) {
+        p += std::countr_zero(static_cast<unsigned>(mask));
+        break;
+      }
       p += 16;
     }
     if (p == end) break;
-    const char32_t c = utf8_decode(p);
+    if ((forms.of(utf8_decode(p)).bits & bit) != 0) break;
     p += utf8_nbytes(*p);
-    if (c >= 0x80 && (form != NormalForm::kNfc || (properties(c) & kNotNfc) != 0)) return false;
   }
-  return true;
+  return p;
+}
+
+}  // namespace
+
+bool is_surely_normal(std::string_view text, NormalForm form) {
+  const char* const end = text.data() + text.size();
+  return find_marked(text.data(), end, form) == end;
 }
 
 std::string normal_form(std::string_view text, NormalForm form) {
   const bool is_compatible = form == NormalForm::kNfkc || form == NormalForm::kNfkd;
   const bool is_composed = form == NormalForm::kNfc || form == NormalForm::kNfkc;
-  constexpr size_t kPieceNbytes = 1 << 16;
+  const FormTables& forms = form_tables();
   std::string out;
   out.reserve(text.size());
-  // In pieces that end before an ASCII character, which neither changes nor is composed with what
-  // stands before it, so that the memory stays small.
-  for (size_t begin = 0; begin < text.size();) {
-    size_t end = std::min(text.size(), begin + kPieceNbytes);
-    while (end < text.size() && static_cast<unsigned char>(text[end]) >= 0x80) ++end;
-    std::u32string codes;
-    codes.reserve(end - begin);
-    for_each_character(text.substr(begin, end - begin),
-                       [&](char32_t c) { decompose(codes, c, is_compatible); });
+  std::u32string codes;
+  // A character that is not marked stays and ends what can be composed: only stretches of marked
+  // ones change, with the one before them if there is composing.
+  const char *done = text.data(), *const end = done + text.size();
+  while (done < end) {
+    const char* p = find_marked(done, end, form);
+    if (p == end) break;
+    if (is_composed && p > done) {
+      do {
+        --p;
+      } while ((static_cast<unsigned char>(*p) & 0xc0u) == 0x80u);
+    }
+    out.append(done, p);
+    codes.clear();
+    do {
+      decompose(codes, utf8_decode(p), is_compatible);
+      p += utf8_nbytes(*p);
+    } while (p < end && (forms.of(utf8_decode(p)).bits & marked_bit(form)) != 0);
+    counted_work() += static_cast<int64_t>(codes.size());
     order_marks(codes);
     if (is_composed) compose(codes);
     for (const char32_t c : codes) append_utf8(out, c);
-    begin = end;
+    done = p;
   }
+  out.append(done, end);
   return out;
 }
 

@@ -64,7 +64,6 @@ enum Property : uint32_t {
   kNumber = 1u << 21,  ///< \p{N}
   kUpper = 1u << 22,   ///< \p{Lu} \p{Lt} \p{Lm} \p{Lo} \p{M}
   kLower = 1u << 23,   ///< \p{Ll} \p{Lm} \p{Lo} \p{M}
-  kNotNfc = 1u << 24,  ///< composing may change a text that has it
 };
 
 namespace detail {
@@ -112,16 +111,21 @@ void for_each_character(std::string_view text, F&& f) {
   }
 }
 
-/// Appends the lower case of a character, which may be two.
-void append_lower(std::string& out, char32_t c);
+/// How many bytes at the beginning are ASCII.
+size_t ascii_nbytes(std::string_view text);
+
+/// Appends the lower case of a valid text, where one character may become two.
+void append_lower(std::string& out, std::string_view text);
+/// The same of a text that is ASCII.
+void append_ascii_lower(std::string& out, std::string_view ascii);
 
 enum class NormalForm { kNfc, kNfd, kNfkc, kNfkd };
 
 /// Whether the text is surely what `normal_form` makes of it; one that is may be said not to be.
 bool is_surely_normal(std::string_view text, NormalForm form);
 
-/// The normal form of a valid text. Time and memory linear in it, but for the sorting of marks: n
-/// in a row take n log n.
+/// The normal form of a valid text, of which only the stretches are looked at closely that it may
+/// change. Time and memory linear in it.
 std::string normal_form(std::string_view text, NormalForm form);
 
 }  // namespace tessera::text

@@ -8,6 +8,8 @@
 #include <string_view>
 #include <vector>
 
+#include "apps/text/table_memory.h"
+
 // From a word to its ids. Bounded: what has been found is forgotten when the tables are full.
 
 namespace tessera::text {
@@ -72,9 +74,11 @@ class WordCache {
 
   WordCache() : entries_(size_t{1} << kFirstBits), longs_(size_t{1} << (kFirstBits - 4)) {}
 
-  /// The entry of the key, or where it would go (its key is all zeros).
-  Entry* find(const ShortKey& key) {
-    for (size_t i = hash_of(key) >> shift_;; i = (i + 1) & (entries_.size() - 1)) {
+  /// Asks for the entry of a key that is sought soon.
+  void prefetch(uint64_t hash) const { __builtin_prefetch(&entries_[hash >> shift_]); }
+  /// The entry of the key with that hash, or where it would go (its key is all zeros).
+  Entry* find(const ShortKey& key, uint64_t hash) {
+    for (size_t i = hash >> shift_;; i = (i + 1) & (entries_.size() - 1)) {
       Entry& entry = entries_[i];
       if (entry.key == key) [[likely]]
         return &entry;
@@ -85,10 +89,10 @@ class WordCache {
     return entry.count <= 3 ? entry.ids : more_.data() + entry.ids[0];
   }
   /// Fills what `find` gave; no entry may be used afterwards.
-  void add(Entry* entry, const ShortKey& key, const int32_t* ids, size_t count) {
+  void add(Entry* entry, const ShortKey& key, uint64_t hash, const int32_t* ids, size_t count) {
     if (more_.size() > kMaxMore || num_entries_ >= kMaxEntries) {
       clear();
-      entry = find(key);
+      entry = find(key, hash);
     }
     entry->key = key;
     entry->count = static_cast<uint32_t>(count);
@@ -102,8 +106,8 @@ class WordCache {
   }
 
   struct LongEntry {
-    uint64_t hash = 0;
-    uint32_t text = 0, nbytes = 0, ids = 0, count = 0;
+    uint64_t hash;
+    uint32_t text, nbytes, ids, count;
   };
   /// The ids of a longer word, or none (nullptr).
   const int32_t* find_long(std::string_view word, size_t* count) const {
@@ -134,20 +138,20 @@ class WordCache {
   static constexpr size_t kMaxEntries = 1 << 20, kMaxMore = 1 << 23, kMaxText = 1 << 25;
 
   void clear() {
-    std::fill(entries_.begin(), entries_.end(), Entry{});
+    entries_.clear();
     more_.clear();
     num_entries_ = 0;
   }
   void grow() {
-    std::vector<Entry> old(entries_.size() * 2);
+    TableMemory<Entry> old(entries_.size() * 2);
     old.swap(entries_);
     --shift_;
     for (const Entry& entry : old) {
-      if (entry.key.high != 0) *find(entry.key) = entry;
+      if (entry.key.high != 0) *find(entry.key, hash_of(entry.key)) = entry;
     }
   }
   void clear_long() {
-    std::fill(longs_.begin(), longs_.end(), LongEntry{});
+    longs_.clear();
     text_.clear();
     long_ids_.clear();
     num_longs_ = 0;
@@ -158,18 +162,18 @@ class WordCache {
     longs_[i] = entry;
   }
   void grow_long() {
-    std::vector<LongEntry> old(longs_.size() * 2);
+    TableMemory<LongEntry> old(longs_.size() * 2);
     old.swap(longs_);
     for (const LongEntry& entry : old) {
       if (entry.nbytes != 0) insert_long(entry);
     }
   }
 
-  std::vector<Entry> entries_;
+  TableMemory<Entry> entries_;
   int shift_ = 64 - kFirstBits;
   size_t num_entries_ = 0;
   std::vector<int32_t> more_;
-  std::vector<LongEntry> longs_;
+  TableMemory<LongEntry> longs_;
   size_t num_longs_ = 0;
   std::vector<char> text_;
   std::vector<int32_t> long_ids_;

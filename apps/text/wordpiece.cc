@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "apps/text/unicode.h"
+#include "apps/text/work.h"
 #include "core/check.h"
 
 namespace tessera::text {
@@ -34,6 +35,7 @@ void WordPiece::encode(std::string_view word, std::vector<int32_t>& ids) const {
         piece.assign(prefix);
         piece += word.substr(begin, end - begin);
         id = vocabulary_.id_of(piece);
+        ++counted_work();
         if (id >= 0) break;
       }
       --end;

@@ -1,10 +1,16 @@
 #include "apps/text/tokenizer.h"
 
+#include <functional>
+#include <map>
 #include <nlohmann/json.hpp>
+#include <set>
 #include <thread>
 
+#include "apps/text/decode.h"
 #include "apps/text/normalize.h"
 #include "apps/text/pretokenize.h"
+#include "apps/text/unicode.h"
+#include "apps/text/work.h"
 #include "core/files.h"
 #include "core/utf8.h"
 #include "test/testing.h"
@@ -109,6 +115,175 @@ TEST_CASE("text: characters are to every part what they are to tokenizers", "[te
   }
 }
 
+namespace {
+
+/// components.json: every type of component that tokenizers has (make_components.py).
+json components() {
+  return json::parse(read_regular_file(TESSERA_GOLDEN_DIR "/components.json", int64_t{16} << 20));
+}
+
+/// A file around a component: words "a" and two special ones, or bytes.
+json file_around(const std::string& key, const json& part) {
+  json file = {{"version", "1.0"}, {"added_tokens", json::array()}};
+  file["model"] = {
+      {"type", "WordLevel"}, {"vocab", {{"a", 0}, {"<s>", 1}, {"</s>", 2}}}, {"unk_token", "a"}};
+  file[key] = part;
+  return file;
+}
+
+/// What a component makes of a probe, as JSON. `part` is known.
+json result_of(const std::string& key, const json& part, const json& probe) {
+  const JsonNode node(part, "t");
+  if (key == "normalizer") {
+    std::string text = probe;
+    if (const auto normalizer = parse_normalizer(node)) normalizer->apply(text);
+    return text;
+  }
+  if (key == "pre_tokenizer") {
+    const std::string text = probe;
+    Pieces pieces{text, {}};
+    if (!text.empty()) pieces.pieces = {{0, text.size()}};
+    const PreTokenization all = parse_pre_tokenizer(node);
+    for (const auto& step : all.steps) step->apply(pieces);
+    if (all.is_byte_level) map_bytes(pieces);
+    json out = json::array();
+    for (const auto& piece : pieces.pieces) out.push_back(std::string(pieces.view(piece)));
+    return out;
+  }
+  if (key == "decoder") {
+    auto tokens = probe.get<std::vector<std::string>>();
+    parse_decoder(node)->apply(tokens);
+    std::string text;
+    for (const std::string& token : tokens) text += token;
+    return replace_invalid_utf8(text);
+  }
+  const auto tokenizer = parse_tokenizer(file_around(key, part).dump(), "t");
+  return tokenizer->encode(probe.get<std::string>(), {.add_special_tokens = true});
+}
+
+}  // namespace
+
+TEST_CASE("text: every component of tokenizers does the same or is refused by name", "[text]") {
+  const json golden = components();
+  const std::map<std::string, std::set<std::string>> refused = {
+      {"normalizer", {"ByteLevel", "Nmt", "Precompiled"}},
+      {"pre_tokenizer", {"UnicodeScripts"}},
+      {"decoder", {"CTC"}},
+      {"model", {"Unigram"}},
+      {"post_processor", {}}};
+  std::map<std::string, std::set<std::string>> done;
+  for (const json& row : golden["rows"]) {
+    const std::string key = row["key"], type = row["part"]["type"];
+    CAPTURE(key, row["part"].dump());
+    if (refused.at(key).contains(type)) continue;
+    done[key].insert(type);
+    if (row["results"].is_null()) {  // ids that vary
+      CHECK(parse_error(file_around(key, row["part"])).find("t.json: model.dropout = 0.5") == 0);
+      continue;
+    }
+    const json& probes = key == "decoder"          ? golden["tokens"]
+                         : key == "model"          ? golden["model_probes"]
+                         : key == "post_processor" ? json::array({"a"})
+                                                   : golden["probes"];
+    for (size_t i = 0; i < probes.size(); ++i) {
+      if (row["results"][i].is_null()) continue;  // an error or a panic there
+      CAPTURE(probes[i].dump());
+      CHECK(result_of(key, row["part"], probes[i]) == row["results"][i]);
+    }
+  }
+  for (const auto& [key, types] : golden["types"].items()) {
+    for (const std::string type : types) {
+      CAPTURE(key, type);
+      if (done[key].contains(type)) continue;
+      CHECK(refused.at(key).contains(type));
+      const std::string expected = "t.json: " + key + ".type = \"" + type + "\", expected one of ";
+      CHECK(parse_error(file_around(key, {{"type", type}})).find(expected) == 0);
+    }
+  }
+}
+
+TEST_CASE("text: decoding gives the text back where the kind allows it", "[text]") {
+  const auto texts = golden()["texts"].get<std::vector<std::string>>();
+  const auto same = [](const std::string& text) { return text; };
+  const auto composed = [](const std::string& text) { return normal_form(text, NormalForm::kNfc); };
+  // The mark of a space is one itself.
+  const auto unmarked = [](std::string text) {
+    for (size_t at = 0; (at = text.find("\xe2\x96\x81", at)) != std::string::npos;) {
+      text.replace(at, 3, " ");
+    }
+    return text;
+  };
+  const std::map<std::string, std::function<std::string(const std::string&)>> kinds = {
+      {"gpt2", same},      {"llama3", same},    {"two digits", same}, {"o200k", same},
+      {"tekken", same},    {"bloom", same},     {"smollm", same},     {"deepseek", same},
+      {"qwen2", composed}, {"llama2", unmarked}};
+  for (const auto& [name, expected] : kinds) {
+    CAPTURE(name);
+    const auto tokenizer = parse_tokenizer(golden()["kinds"][name]["tokenizer"].dump(), name);
+    size_t count = 0;
+    for (const std::string& text : texts) {
+      // Each stretch between special tokens begins with a space of its own.
+      if (name == "llama2" && text.find("<") != std::string::npos) continue;
+      CAPTURE(text);
+      CHECK(tokenizer->decode(tokenizer->encode(text)) == expected(text));
+      ++count;
+    }
+    CHECK(count > 70);
+  }
+  std::string bytes;
+  for (int i = 0; i < 256; ++i) bytes += static_cast<char>(i);
+  CHECK(make_byte_tokenizer()->decode(make_byte_tokenizer()->encode(bytes)) == bytes);
+  const auto chars = make_char_tokenizer(texts[3]);
+  CHECK(chars->decode(chars->encode(texts[3])) == texts[3]);
+}
+
+TEST_CASE("text: work grows as the text whatever it is", "[text]") {
+  const auto repeated = [](std::string_view unit, size_t nbytes) {
+    std::string text;
+    while (text.size() < nbytes) text += unit;
+    return text;
+  };
+  for (const auto& [name, kind] : golden()["kinds"].items()) {
+    CAPTURE(name);
+    const auto tokenizer = parse_tokenizer(kind["tokenizer"].dump(), name);
+    int64_t total = 0;
+    for (const char* unit :
+         {"a", "A", " ", "\n", " \n", "7", ".", "\xcc\x81", "\xcc\xb4\xcd\x85", "\xe6\xbc\xa2",
+          "\xea\xb0\x80", "\xe1\x84\x80\xe1\x85\xa1", "it's ", "<|begin|", "[MAS", "\xc3\xa9"}) {
+      CAPTURE(unit);
+      constexpr size_t kNbytes = 4096;
+      const std::string small = repeated(unit, kNbytes), large = repeated(unit, 4 * kNbytes);
+      const auto work_of = [&](const std::string& text) {
+        const int64_t before = counted_work();
+        tokenizer->encode(text);
+        return counted_work() - before;
+      };
+      const int64_t once = work_of(small), more = work_of(large);
+      CHECK(more <= 4 * once + once / 4 + 512);
+      CHECK(more <= static_cast<int64_t>(64 * large.size()));
+      total += once;
+    }
+    CHECK(total >= 4096);  // something was counted
+  }
+}
+
+TEST_CASE("text: marks of any number are ordered and composed", "[text]") {
+  // An e, marks of a class above, then as many of one below: both stay in order, the first mark of
+  // the class above is composed.
+  for (const size_t count : {1u, 3u, 40u, 5000u}) {
+    std::string text = "xe", expected = "x\xc3\xa9";
+    for (size_t i = 0; i < count; ++i) text += "\xcc\x81";  // U+0301, above
+    for (size_t i = 0; i < count; ++i) text += "\xcc\xb4";  // U+0334, through
+    for (size_t i = 0; i < count; ++i) expected += "\xcc\xb4";
+    for (size_t i = 1; i < count; ++i) expected += "\xcc\x81";
+    CHECK(normal_form(text + "y", NormalForm::kNfc) == expected + "y");
+    CHECK(normal_form(text, NormalForm::kNfkc) == expected);
+  }
+  CHECK(normal_form("\xe1\x84\x80\xe1\x85\xa1\xe1\x86\xa8", NormalForm::kNfc) == "\xea\xb0\x81");
+  CHECK(is_surely_normal("\xea\xb0\x81\xc3\xa9 a", NormalForm::kNfc));
+  CHECK_FALSE(is_surely_normal("a\xcc\x81", NormalForm::kNfc));
+}
+
 TEST_CASE("text: a text cut where it may be gives the ids of the whole", "[text]") {
   const auto texts = golden()["texts"].get<std::vector<std::string>>();
   const std::string text = texts[3] + texts[3] + "x.\nyes\n\nno \nnor this\n\tx\ny\n1\nz";
@@ -206,6 +381,33 @@ TEST_CASE("text: an unknown key is named", "[text]") {
         "t.json: model.type = \"Unigram\", expected one of BPE, WordPiece, WordLevel");
   CHECK(with("/model/dropout", 0.1) ==
         "t.json: model.dropout = 0.1, expected null: ids that do not vary");
+  CHECK(
+      with("/normalizer", {{"type", "Replace"}, {"pattern", {{"String", ""}}}, {"content", "x"}}) ==
+      "t.json: normalizer.pattern.String = \"\", expected a text that is not empty");
+  CHECK(with("/version", "2.0") == "t.json: version = \"2.0\", expected one of 1.0");
+  CHECK(with("/truncation", {{"strategy", "Middle"}}) ==
+        "t.json: truncation.strategy = \"Middle\", expected one of LongestFirst, OnlyFirst, "
+        "OnlySecond");
+  CHECK(with("/truncation", {{"where", 1}}).find("t.json: truncation.where = 1, expected none") ==
+        0);
+  CHECK(with("/padding", {{"strategy", "Longest"}}) ==
+        "t.json: padding.strategy = \"Longest\", expected one of BatchLongest");
+  CHECK(with("/padding", {{"strategy", {{"Fixed", 8}, {"x", 1}}}})
+            .find("t.json: padding.strategy.x = 1, expected none") == 0);
+  const auto with_template = [&](json single, json pair) {
+    return with("/post_processor", {{"type", "TemplateProcessing"},
+                                    {"single", std::move(single)},
+                                    {"pair", std::move(pair)},
+                                    {"special_tokens", json::object()}});
+  };
+  const json a = {{"Sequence", {{"id", "A"}, {"type_id", 0}}}};
+  CHECK(with_template({a}, {{{"Sequence", {{"id", "C"}}}}}) ==
+        "t.json: post_processor.pair[0].Sequence.id = \"C\", expected one of A, B");
+  CHECK(with_template({a}, {{{"Sequence", {{"id", "A"}, {"x", 1}}}}})
+            .find("t.json: post_processor.pair[0].Sequence.x = 1, expected none") == 0);
+  CHECK(with_template({a, {{"SpecialToken", {{"id", "<s>"}, {"type_id", 0}}}}}, {a}) ==
+        "t.json: post_processor.single[1].SpecialToken.id = \"<s>\", expected one of "
+        "special_tokens");
   CHECK(with("/model/beam", 2).find("t.json: model.beam = 2, expected none of that name") == 0);
   CHECK(with("/model/vocab", json::array()) ==
         "t.json: model.vocab = [], expected an object of tokens and their ids");
