@@ -1,7 +1,8 @@
-"""Whether `tessera-tokenize ids` gives what Hugging Face's tokenizers gives for fuzzed strings:
-fuzz_tokenizers.py TESSERA_TOKENIZE COUNT SEED [TOKENIZER_JSON ...]; without files the small vocabularies
-of test/golden/make_text.py. Prints the first strings that differ; the exit status says whether one did.
-Needs tokenizers."""
+"""Whether `tessera-tokenize ids` gives what Hugging Face's tokenizers gives for fuzzed strings or for a
+text: fuzz_tokenizers.py TESSERA_TOKENIZE COUNT SEED [TOKENIZER_JSON ...], or TEXT (a file, cut into
+pieces of about a megabyte) and any number in place of COUNT and SEED; without tokenizers the small
+vocabularies of test/golden/make_text.py. Prints the first strings that differ; the exit status says
+whether one did. Needs tokenizers."""
 
 import json
 import pathlib
@@ -26,13 +27,23 @@ def differing(program, name, tokenizer, path, texts, lines):
     bad = [(t, a, b) for t, a, b in zip(texts, own, expected) if a != b]
     print(f"{name}: {len(texts)} strings, {len(bad)} differ", flush=True)
     for text, ours, theirs in bad[:3]:
-        print(f"  {text!r}\n    {ours}\n    {theirs}")
+        at = next((i for i, (x, y) in enumerate(zip(ours, theirs)) if x != y), 0)
+        print(f"  {text[:200]!r}, from id {at} on\n    {ours[at:at + 30]}\n    {theirs[at:at + 30]}")
     return bad
 
 
+def pieces(path, nbytes=1_000_000):
+    """A text cut behind line breaks."""
+    data, at = pathlib.Path(path).read_bytes(), 0
+    while at < len(data):
+        end = data.find(b"\n", at + nbytes) + 1 or len(data)
+        yield data[at:end].decode()
+        at = end
+
+
 def main():
-    program, count, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    texts = list(make_text.fuzzed(count, seed))
+    program, what, seed = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    texts = list(make_text.fuzzed(int(what), seed) if what.isdigit() else pieces(what))
     num_bad = 0
     with tempfile.TemporaryDirectory() as folder:
         lines = f"{folder}/texts.jsonl"
