@@ -1,10 +1,12 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <string>
 #include <string_view>
-#include <unordered_map>
 #include <vector>
+
+#include "apps/text/table_memory.h"
 
 namespace tessera::text {
 
@@ -12,7 +14,7 @@ namespace tessera::text {
 class Vocabulary {
  public:
   void add(std::string_view token, int32_t id);
-  void reserve(size_t num_tokens) { ids_.reserve(num_tokens); }
+  void reserve(size_t num_tokens);
   /// The id, or -1.
   int32_t id_of(std::string_view token) const;
   /// The token; nullptr if no token has the id.
@@ -20,19 +22,18 @@ class Vocabulary {
   /// One more than the largest id.
   int64_t num_ids() const { return static_cast<int64_t>(tokens_.size()); }
   /// Different tokens.
-  int64_t num_tokens() const { return static_cast<int64_t>(ids_.size()); }
+  int64_t num_tokens() const { return static_cast<int64_t>(entries_.size()); }
 
  private:
-  struct Hash {
-    using is_transparent = void;
-    size_t operator()(std::string_view text) const;
+  struct Entry {
+    std::string token;
+    int32_t id;
   };
-  struct Equal {
-    using is_transparent = void;
-    bool operator()(std::string_view a, std::string_view b) const { return a == b; }
-  };
-  std::unordered_map<std::string, int32_t, Hash, Equal> ids_;
-  std::vector<const std::string*> tokens_;  // the keys, which do not move
+  size_t slot_of(std::string_view token, uint64_t hash) const;
+
+  std::deque<Entry> entries_;    // which do not move
+  TableMemory<uint64_t> slots_;  // high bits of the hash and the entry's number + 1; 0: empty
+  std::vector<const std::string*> tokens_;  // by id
 };
 
 }  // namespace tessera::text
