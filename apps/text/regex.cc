@@ -306,12 +306,25 @@ class Translator {
   /// A class in brackets. Negated sets in it become their complements.
   std::string take_class() {
     ++at_;
-    std::string out = takes("^") ? "[^" : "[";
+    const std::string open = takes("^") ? "[^" : "[";
+    return open + take_class_content() + "]";
+  }
+  /// What a class has up to its bracket, which is taken as well. A class in a class adds to it.
+  std::string take_class_content() {
+    std::string out;
     bool is_first = true;
     for (;; is_first = false) {
       if (at_ >= in_.size()) fail("']'");
       if (in_[at_] == ']' && !is_first) break;
-      if (in_[at_] == '[' || in_.substr(at_).starts_with("&&")) fail("a class without classes");
+      const std::string_view rest = in_.substr(at_);
+      if (rest.starts_with("[^") || rest.starts_with("[:") || rest.starts_with("&&")) {
+        fail("a class without negated classes, names and &&");
+      }
+      if (rest[0] == '[') {
+        ++at_;
+        out += take_class_content();
+        continue;
+      }
       if (in_[at_] == '\\') {
         std::string ranges;
         bool is_negated = false;
@@ -329,7 +342,7 @@ class Translator {
       out += '-' + literal(high);
     }
     ++at_;
-    return out + "]";
+    return out;
   }
   /// Of ranges as `ranges_where` writes them.
   static std::string complement(const std::string& ranges) {

@@ -10,9 +10,9 @@ namespace tessera::text {
 
 /// A regular expression as Hugging Face's tokenizers reads it (Oniguruma's syntax), matched by
 /// PCRE2 with its classes of characters taken from our tables: literals, . ^ $ | ( ) and groups
-/// (?: ?= ?! ?<= ?<! ?> ?i), [...] with ranges and escapes, * + ? {n,m} with ? or + behind them,
-/// \s \S \w \W \d \D \h \b \B \A \z \n \r \t \f \v \a \e \x \u, \p{L} and the other general
-/// categories.
+/// (?: ?= ?! ?<= ?<! ?> ?i), [...] with ranges, escapes and classes, * + ? {n,m} with ? or + behind
+/// them, \s \S \w \W \d \D \h \b \B \A \z \n \r \t \f \v \a \e \x \u, \p{L} and the other
+/// general categories.
 /// Time     PCRE2's: not linear for every expression; its limits of steps and memory are an error
 /// Threads  any number may search with one
 class Regex {

@@ -33,6 +33,12 @@ TEST_CASE("regex: empty matches count, but not right behind another", "[text]") 
   CHECK(find("b*", "abba") == Matches{{0, 0}, {1, 3}, {4, 4}});
 }
 
+TEST_CASE("regex: a class in a class adds to it", "[text]") {
+  CHECK(find("[a[b-c\\d]x]+", "-ab7xc-[]") == Matches{{1, 6}});
+  // As BLOOM has it.
+  CHECK(find(" ?[^(\\s|[.,])]+", "a[b].c (d)|e,") == Matches{{0, 4}, {5, 6}, {8, 9}, {11, 12}});
+}
+
 TEST_CASE("regex: cases fold beyond ASCII", "[text]") {
   CHECK(find("(?i:'s)", "'S '\xc5\xbf 's") == Matches{{0, 2}, {3, 6}, {7, 9}});
 }
@@ -46,8 +52,12 @@ TEST_CASE("regex: what is not of the syntax is named with its place", "[text]") 
   CHECK(message("\\p{Greek}") ==
         "f: k: '\\p{Greek}' at byte 0 of the regular expression, expected a general category such "
         "as \\p{L} or \\p{Lu}");
-  CHECK(message("[a[b]]") ==
-        "f: k: '[b]]' at byte 2 of the regular expression, expected a class without classes");
+  CHECK(message("[a[^b]]") ==
+        "f: k: '[^b]]' at byte 2 of the regular expression, expected a class without negated "
+        "classes, names and &&");
+  CHECK(message("[a&&b]").find("f: k: '&&b]' at byte 2 of the regular expression, expected") == 0);
+  CHECK(message("[a[:alpha:]]").find("f: k: '[:alpha:]]' at byte 2 of the regular expr") == 0);
+  CHECK(message("[a[b") == "f: k: '' at byte 4 of the regular expression, expected ']'");
   CHECK(message("[a") == "f: k: '' at byte 2 of the regular expression, expected ']'");
   CHECK(message("a)") ==
         "f: k: ')' at byte 1 of the regular expression, expected no ')' without '('");
