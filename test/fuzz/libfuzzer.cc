@@ -1,5 +1,6 @@
 // One target for libFuzzer: TESSERA_FUZZ_TARGET is its name. With TESSERA_FUZZ_DICTIONARY=FILE in
-// the environment the program writes the target's words there, as libFuzzer reads them, and ends.
+// the environment the program writes the target's words there, as libFuzzer reads them, its good
+// inputs into the folder TESSERA_FUZZ_SEEDS, and ends.
 
 #include <cstdio>
 #include <cstdlib>
@@ -15,6 +16,16 @@ const tessera::fuzz::Target& target() {
   std::abort();
 }
 
+void write_seeds(const std::string& folder) {
+  int i = 0;
+  for (const std::string& seed : target().seeds()) {
+    std::FILE* const file = std::fopen((folder + "/seed" + std::to_string(i++)).c_str(), "w");
+    if (file == nullptr) std::abort();
+    std::fwrite(seed.data(), 1, seed.size(), file);
+    if (std::fclose(file) != 0) std::abort();
+  }
+}
+
 }  // namespace
 
 extern "C" int LLVMFuzzerInitialize(int*, char***) {
@@ -27,6 +38,7 @@ extern "C" int LLVMFuzzerInitialize(int*, char***) {
     for (const unsigned char c : word) std::fprintf(file, "\\x%02x", c);
     std::fputs("\"\n", file);
   }
+  if (const char* const folder = std::getenv("TESSERA_FUZZ_SEEDS")) write_seeds(folder);
   std::exit(std::fclose(file));
 }
 

@@ -7,7 +7,7 @@ root=$(cd "$1" && pwd)
 target=$2
 shift 2
 build=${TESSERA_FUZZ_BUILD:-/tmp/tessera-fuzz}
-mkdir -p "$build/corpus-$target"
+mkdir -p "$build/corpus-$target" "$build/seeds-$target"
 sources=(test/fuzz/libfuzzer.cc test/fuzz/targets.cc test/fuzz/data_targets.cc core/formats/parquet/*.cc
   apps/data/byte_stream.cc apps/data/json_line.cc apps/data/parquet_files.cc apps/data/row_assembler.cc core/utf8.cc
   apps/packed_samples.cc apps/data/documents.cc apps/data/packing.cc apps/data/permutation.cc apps/data/text_files.cc
@@ -28,7 +28,7 @@ done
 clang++ -std=c++20 -g -O1 -march=x86-64-v3 -fsanitize=fuzzer,address,undefined -fno-sanitize=vptr -fno-sanitize-recover=undefined -no-pie \
   -I. "-DTESSERA_FAMILIES(F)=$families" -DTESSERA_FUZZ_TARGET="\"$target\"" "${sources[@]}" -Wl,--unresolved-symbols=ignore-all -lfmt -lxxhash -lz -lzstd -lsnappy -llz4 -lpcre2-8 \
   -o "$build/$target"
-TESSERA_FUZZ_DICTIONARY="$build/$target.dict" "$build/$target"
+TESSERA_FUZZ_DICTIONARY="$build/$target.dict" TESSERA_FUZZ_SEEDS="$build/seeds-$target" "$build/$target"
 seeds="test/fuzz/corpus/$target"
-exec "$build/$target" "$build/corpus-$target" $([ -d "$seeds" ] && echo "$seeds") -max_len=20000 -dict="$build/$target.dict" \
+exec "$build/$target" "$build/corpus-$target" "$build/seeds-$target" $([ -d "$seeds" ] && echo "$seeds") -max_len=20000 -dict="$build/$target.dict" \
   -timeout=10 -malloc_limit_mb=64 "$@"
