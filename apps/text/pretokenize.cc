@@ -52,20 +52,23 @@ void split(std::vector<Pieces::Piece>& out, size_t offset, size_t nbytes, const 
     size_t begin, end;
     bool is_match;
   };
-  std::vector<Part> parts;
-  size_t done = 0;
-  for (const auto& [begin, end] : found) {
-    if (done != begin) parts.push_back({done, begin, invert});
-    parts.push_back({begin, end, !invert});
-    done = end;
-  }
-  if (done != nbytes) parts.push_back({done, nbytes, invert});
+  const auto for_each_part = [&](auto&& f) {
+    size_t done = 0;
+    for (const auto& [begin, end] : found) {
+      if (done != begin) f(Part{done, begin, invert});
+      f(Part{begin, end, !invert});
+      done = end;
+    }
+    if (done != nbytes) f(Part{done, nbytes, invert});
+  };
   const size_t first = out.size();
   const auto push = [&](const Part& part) {
     out.push_back({offset + part.begin, offset + part.end});
   };
   bool before = false;
   if (behavior == Behavior::kMergedWithNext) {
+    std::vector<Part> parts;
+    for_each_part([&](const Part& part) { parts.push_back(part); });
     for (auto part = parts.rbegin(); part != parts.rend(); ++part) {
       if (part->is_match && !before && out.size() > first) {
         out.back().begin = offset + part->begin;
@@ -76,7 +79,7 @@ void split(std::vector<Pieces::Piece>& out, size_t offset, size_t nbytes, const 
     }
     std::reverse(out.begin() + static_cast<std::ptrdiff_t>(first), out.end());
   } else {
-    for (const Part& part : parts) {
+    for_each_part([&](const Part& part) {
       const bool joins = behavior == Behavior::kContiguous           ? part.is_match == before
                          : behavior == Behavior::kMergedWithPrevious ? part.is_match && !before
                                                                      : false;
@@ -86,7 +89,7 @@ void split(std::vector<Pieces::Piece>& out, size_t offset, size_t nbytes, const 
         push(part);
       }
       before = part.is_match;
-    }
+    });
   }
   out.erase(std::remove_if(out.begin() + static_cast<std::ptrdiff_t>(first), out.end(),
                            [](const auto& piece) { return piece.begin == piece.end; }),
