@@ -17,6 +17,7 @@ namespace tessera::text {
 namespace {
 
 constexpr char32_t kNumCodes = 0x110000;
+constexpr uint32_t kMaxSteps = 10'000'000;  // of a match in a text that is not long
 constexpr std::string_view kCategories[] = {
     "Lu", "Ll", "Lt", "Lm", "Lo", "Mn", "Mc", "Me", "Nd", "Nl", "No", "Pc", "Pd", "Ps", "Pe",
     "Pi", "Pf", "Po", "Sm", "Sc", "Sk", "So", "Zs", "Zl", "Zp", "Cc", "Cf", "Cs", "Co", "Cn"};
@@ -427,7 +428,7 @@ Regex::Regex(std::string_view pattern, std::string what)
   }
   pcre2_jit_compile(code_->code, PCRE2_JIT_COMPLETE);  // without it matching is slower
   code_->context = pcre2_match_context_create(nullptr);
-  pcre2_set_match_limit(code_->context, 10'000'000);
+  pcre2_set_match_limit(code_->context, kMaxSteps);
   pcre2_set_heap_limit(code_->context, 256 << 10);  // KiB
 }
 Regex::~Regex() = default;
@@ -437,12 +438,22 @@ std::vector<std::pair<size_t, size_t>> Regex::find_all(std::string_view text) co
   std::vector<std::pair<size_t, size_t>> found;
   const std::unique_ptr<pcre2_match_data, decltype(&pcre2_match_data_free)> data(
       pcre2_match_data_create_from_pattern(code_->code, nullptr), pcre2_match_data_free);
+  // A match may take a run of spaces as long as the text, and give all of it back.
+  std::unique_ptr<pcre2_match_context, decltype(&pcre2_match_context_free)> own(
+      nullptr, pcre2_match_context_free);
+  constexpr size_t kLongNbytes = 1 << 18;
+  if (text.size() > kLongNbytes) {
+    own.reset(pcre2_match_context_copy(code_->context));
+    pcre2_set_match_limit(own.get(), static_cast<uint32_t>(std::min<uint64_t>(
+                                         UINT32_MAX, kMaxSteps + 16 * text.size())));
+  }
+  pcre2_match_context* const context = own == nullptr ? code_->context : own.get();
   const size_t* const ends = pcre2_get_ovector_pointer(data.get());
   size_t last_end = SIZE_MAX;
   for (size_t at = 0; at <= text.size();) {
     const auto search = [&](uint32_t options) {
       return pcre2_match(code_->code, reinterpret_cast<PCRE2_SPTR>(text.data()), text.size(), at,
-                         options | PCRE2_NO_UTF_CHECK, data.get(), code_->context);
+                         options | PCRE2_NO_UTF_CHECK, data.get(), context);
     };
     ++counted_work();
     int status = search(0);

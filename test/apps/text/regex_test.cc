@@ -75,6 +75,11 @@ TEST_CASE("regex: what is not of the syntax is named with its place", "[text]") 
         "f: k: a regular expression of 5000 bytes, expected at most 4096");
 }
 
+TEST_CASE("regex: a run as long as the text may be given back", "[text]") {
+  const std::string spaces(11'000'000, ' ');
+  CHECK(find("\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+", spaces) == Matches{{0, spaces.size()}});
+}
+
 TEST_CASE("regex: an expression that takes too long is an error", "[text]") {
   CHECK(
       error_of([] { find("(?:a|aa)+[^a]", std::string(200, 'a')); }) ==
