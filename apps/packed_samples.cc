@@ -19,8 +19,13 @@ struct PackedSamples::Source {
   bool has_separator;
 
   struct Place {
-    const TokenArray& tokens;
+    const TokenDocuments& documents;
     int64_t begin, end;
+    /// Token i of the document, which is in it, or a separator.
+    bool is_target(int64_t i) const {
+      const TokenArray& targets = documents.is_target;
+      return targets.num_tokens() == 0 || i < 0 || i >= end - begin || targets[begin + i] != 0;
+    }
   };
   Place place(int64_t document) const {
     const int64_t i = part == SplitPart::kTrain ? split.train(document) : split.val(document);
@@ -28,7 +33,7 @@ struct PackedSamples::Source {
     const auto shard = static_cast<size_t>(after - first.begin()) - 1;
     const TokenDocuments& documents = tokens.shards[shard];
     const auto k = static_cast<size_t>(i - first[shard]);
-    return {documents.tokens, documents.begins[k], documents.ends[k]};
+    return {documents, documents.begins[k], documents.ends[k]};
   }
   int64_t num_documents() const {
     return part == SplitPart::kTrain ? split.num_train() : split.num_val();
@@ -237,10 +242,11 @@ void PackedSamples::fill_row(Batch& batch, int64_t row, const std::vector<Piece>
   int64_t t = 0;
   for (const Piece& piece : pieces) {
     const Source::Place at = sources_[static_cast<size_t>(piece.source)]->place(piece.document);
+    const TokenArray& tokens = at.documents.tokens;
     // Token i of the document, with the separator on both sides of it.
     const auto token = [&](int64_t i) {
       const bool is_inside = i >= 0 && i < at.end - at.begin;
-      return is_inside ? checked_id(at.tokens, at.begin + i, options_.vocab_size)
+      return is_inside ? checked_id(tokens, at.begin + i, options_.vocab_size)
                        : static_cast<int32_t>(options_.separator);
     };
     const int64_t shift = options_.separator >= 0 ? -1 : 0;  // of an input behind its position
@@ -250,13 +256,15 @@ void PackedSamples::fill_row(Batch& batch, int64_t row, const std::vector<Piece>
       const auto i = static_cast<size_t>(offset + t);
       batch.inputs[i] = next;
       next = token(piece.begin + k + shift + 1);
-      batch.targets[i] = next;
+      if (at.is_target(piece.begin + k + shift + 1)) {
+        batch.targets[i] = next;
+        ++batch.num_valid;
+      }
       batch.document_starts[i] = start;
       if (options_.restart_positions) batch.positions[i] = static_cast<int32_t>(t) - start;
     }
-    at.tokens.check();
+    tokens.check();
   }
-  batch.num_valid += t;
   const auto start = static_cast<int32_t>(t);
   for (; t < batch.T; ++t) {
     const auto i = static_cast<size_t>(offset + t);
@@ -265,11 +273,21 @@ void PackedSamples::fill_row(Batch& batch, int64_t row, const std::vector<Piece>
   }
 }
 
+int64_t PackedSamples::num_targets(const Piece& piece) const {
+  const Source& source = *sources_[static_cast<size_t>(piece.source)];
+  const Source::Place at = source.place(piece.document);
+  if (at.documents.is_target.num_tokens() == 0) return piece.length;
+  int64_t targets = 0;
+  const int64_t first = piece.begin + (options_.separator >= 0 ? 0 : 1);
+  for (int64_t i = first; i < first + piece.length; ++i) targets += at.is_target(i) ? 1 : 0;
+  return targets;
+}
+
 int64_t PackedSamples::num_targets(int64_t first_sample, int64_t count) const {
   int64_t targets = 0;
   for (int64_t i = first_sample; i < first_sample + count; ++i) {
     if (part_ == SplitPart::kVal && i >= num_samples_) break;
-    for (const Piece& piece : plan_->window(i)) targets += piece.length;
+    for (const Piece& piece : plan_->window(i)) targets += num_targets(piece);
   }
   return targets;
 }

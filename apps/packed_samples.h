@@ -16,6 +16,7 @@ namespace tessera::apps {
 struct TokenDocuments {
   TokenArray tokens;
   std::vector<int64_t> begins, ends;
+  TokenArray is_target;  ///< of each token 1 if it is to be predicted, or 0; empty: all are
   int64_t count() const { return static_cast<int64_t>(begins.size()); }
 };
 
@@ -56,8 +57,8 @@ std::string sources_text(const PackPlan& plan, const std::vector<TokenSource>& s
 enum class SplitPart { kTrain, kVal };
 
 /// Windows of packed documents, padded at their ends. A position predicts the next token of its
-/// document; with a separator also the first from it and it from the last. Attention stays inside
-/// of a piece of a document (Batch::document_starts).
+/// document, if that is a target; with a separator also the first from it and it from the last.
+/// Attention stays inside of a piece of a document (Batch::document_starts).
 class PackedSamples : public Samples {
  public:
   /// Of each source the documents of a part (DocumentSplit). InputError as PackPlan; an empty part
@@ -76,6 +77,7 @@ class PackedSamples : public Samples {
  private:
   struct Source;
   void fill_row(Batch& batch, int64_t row, const std::vector<Piece>& pieces) const;
+  int64_t num_targets(const Piece& piece) const;
 
   std::shared_ptr<const std::vector<TokenSource>> tokens_;
   std::vector<std::shared_ptr<const Source>> sources_;

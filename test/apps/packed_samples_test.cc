@@ -1,9 +1,11 @@
 #include "apps/packed_samples.h"
 
+#include <algorithm>
+#include <cmath>
 #include <map>
 
-#include "apps/loss.h"
 #include "nn/gpt2/gpt2.h"
+#include "nn/llama/llama.h"
 #include "test/temp_dir.h"
 #include "test/testing.h"
 
@@ -87,6 +89,54 @@ TEST_CASE("packed samples: without a separator a document predicts its own token
                      {{1, 2}, 1}, {{2, 3}, 1}, {{3, 4}, 1}, {{6, 7}, 1}});
 }
 
+TEST_CASE("packed samples: what is not to be learned stays so in packed windows", "[packed]") {
+  // Documents of several lengths; of each token its number, which says whether it is a target.
+  const auto is_target = [](int32_t id) { return id % 3 == 0; };
+  TokenDocuments documents;
+  std::vector<int32_t> ids, targets;
+  int64_t expected = 0;
+  for (int32_t d = 0; d < 50; ++d) {
+    documents.begins.push_back(static_cast<int64_t>(ids.size()));
+    for (int32_t i = 0; i < 2 + d * d % 30; ++i) {
+      ids.push_back(static_cast<int32_t>(ids.size()));
+      targets.push_back(is_target(ids.back()) ? 1 : 0);
+      if (i > 0) expected += targets.back();
+    }
+    documents.ends.push_back(static_cast<int64_t>(ids.size()));
+  }
+  documents.tokens = TokenArray(ids, "chats");
+  documents.is_target = TokenArray(targets, "targets");
+  // Windows longer than every document, and ones that cut them.
+  for (const int64_t context : {40, 7}) {
+    const PackedSamples samples(list({{"s", 0, {documents}}}), options(context, -1), 0,
+                                SplitPart::kTrain);
+    std::map<int32_t, int> count;
+    int64_t total = 0;
+    for (int64_t w = 0; w < samples.num_samples(); ++w) {
+      const Batch batch = samples.batch(w, 1);
+      int64_t num_valid = 0;
+      for (size_t t = 0; t < batch.targets.size(); ++t) {
+        if (batch.targets[t] == kIgnoredTarget) continue;
+        ++num_valid;
+        ++count[batch.targets[t]];
+        CHECK(is_target(batch.targets[t]));
+        CHECK(batch.inputs[t] + 1 == batch.targets[t]);
+        const auto start = static_cast<size_t>(batch.document_starts[t]);
+        CHECK(batch.positions[t] == static_cast<int32_t>(t - start));
+        if (context == 40) {
+          CHECK(std::count(documents.begins.begin(), documents.begins.end(), batch.inputs[start]) ==
+                1);
+        }
+      }
+      CHECK(batch.num_valid == num_valid);
+      CHECK(samples.num_targets(w, 1) == num_valid);
+      total += num_valid;
+    }
+    CHECK(total == expected);
+    CHECK(static_cast<int64_t>(count.size()) == expected);  // each once
+  }
+}
+
 TEST_CASE("packed samples: an epoch and validation have each position once", "[packed]") {
   const auto sources = list({source_of(many_documents(90, 0)), source_of(many_documents(7, 300))});
   for (const double fraction : {0.0, 0.2}) {
@@ -120,32 +170,61 @@ TEST_CASE("packed samples: an epoch and validation have each position once", "[p
   }
 }
 
-TEST_CASE("packed samples: logits of a document are bitwise the same whatever is beside it",
-          "[packed]") {
-  // Rows that agree in the second document alone, where it stands.
-  const auto row = [](int32_t first, int32_t last) {
-    Batch batch;
-    batch.B = 1, batch.T = 12;
-    batch.inputs = {first, first + 1, first + 2, 20, 21, 22, 23, 24, last, last + 1, 0, 0};
-    batch.targets.assign(12, kIgnoredTarget);
-    for (size_t t = 3; t < 7; ++t) batch.targets[t] = batch.inputs[t + 1];
-    batch.document_starts = {0, 0, 0, 3, 3, 3, 3, 3, 8, 8, 10, 10};
-    batch.positions = {0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 0, 1};
-    batch.num_valid = 4;
-    return batch;
-  };
-  nn::Gpt2Config config;
-  config.num_layers = 2, config.num_heads = 2, config.width = 32, config.vocab_size = 64;
-  config.context_length = 12;
-  nn::Gpt2 model(config);
-  model.initialize(1);
+/// Logits of the tokens 20 to 24 at `at` in a window of 12, other documents around them.
+std::vector<double> logits_of_document(nn::LanguageModel& model, int32_t at, int32_t first,
+                                       int32_t last) {
+  constexpr int32_t kCount = 5;
+  std::vector<int32_t> inputs(12), starts(12), positions(12);
+  for (int32_t t = 0; t < 12; ++t) {
+    const auto i = static_cast<size_t>(t);
+    const bool is_before = t < at, is_inside = !is_before && t < at + kCount;
+    starts[i] = is_before ? 0 : is_inside ? at : at + kCount;
+    positions[i] = t - starts[i];
+    inputs[i] = (is_before ? first : is_inside ? 20 : last) + positions[i];
+  }
+  nn::ForwardOptions options;
+  const Shape shape{1, 12};
+  options.document_starts = from_values(std::span<const int32_t>(starts), shape);
+  options.positions = from_values(std::span<const int32_t>(positions), shape);
+  const std::vector<double> all =
+      model.logits(from_values(std::span<const int32_t>(inputs), shape), options).to_vector();
+  const auto V = static_cast<int64_t>(all.size()) / 12;
+  return {all.begin() + at * V, all.begin() + (at + kCount) * V};
+}
+
+TEST_CASE(
+    "packed samples: logits of a document are bitwise the same whatever is beside it, and near "
+    "at another place",
+    "[packed]") {
   const NoGrad no_grad;
-  const auto loss = [&](const Batch& batch) { return batch_loss(model, batch).sum.item(); };
-  const double expected = loss(row(1, 30));
-  CHECK(expected > 0);
-  CHECK(loss(row(5, 30)) == expected);
-  CHECK(loss(row(1, 40)) == expected);
-  CHECK(loss(row(50, 2)) == expected);
+  for (const DType dtype : {kF32, kBF16}) {
+    const nn::ParameterDtype parameters(dtype);
+    nn::Gpt2Config gpt2;
+    gpt2.num_layers = 2, gpt2.num_heads = 2, gpt2.width = 32, gpt2.vocab_size = 64;
+    gpt2.context_length = 12;
+    nn::LlamaConfig llama;
+    llama.num_layers = 2, llama.num_heads = 2, llama.width = 32, llama.vocab_size = 64;
+    llama.context_length = 12, llama.ffn_width = 64;
+    std::vector<std::unique_ptr<nn::LanguageModel>> models;
+    models.push_back(std::make_unique<nn::Gpt2>(gpt2));
+    models.push_back(std::make_unique<nn::Llama>(llama));
+    for (const auto& model : models) {
+      model->initialize(1);
+      const std::vector<double> expected = logits_of_document(*model, 3, 1, 30);
+      double largest = 0;
+      for (const double x : expected) largest = std::max(largest, std::abs(x));
+      CHECK(largest > 0);
+      CHECK(logits_of_document(*model, 3, 5, 30) == expected);
+      CHECK(logits_of_document(*model, 3, 1, 40) == expected);
+      CHECK(logits_of_document(*model, 3, 50, 2) == expected);
+      for (const int32_t at : {0, 1, 6, 7}) {
+        const std::vector<double> moved = logits_of_document(*model, at, 1, 30);
+        for (size_t i = 0; i < moved.size(); ++i) {
+          CHECK(std::abs(moved[i] - expected[i]) <= largest * testing::tol(dtype, 32));
+        }
+      }
+    }
+  }
 }
 
 TEST_CASE("packed samples: sources are paths with or without weights", "[packed]") {
