@@ -241,7 +241,9 @@ ChatTemplate load_chat_template(const std::string& dir, const std::string& path,
   const std::string template_path = path.empty() ? dir + "/chat_template.jinja" : path;
   Value config = jinja::make_dict(std::make_shared<DictObject>());
   if (!dir.empty() && fs::exists(config_path, ignored)) {
-    config = jinja::parse_json(config_path, read_regular_file(config_path, kMaxNbytes));
+    // transformers writes 10^30 there for a length without a limit.
+    config = jinja::parse_json(config_path, read_regular_file(config_path, kMaxNbytes),
+                               jinja::LargeIntegers::kRounded);
     if (!config.is(Kind::kDict)) {
       throw InputError(
           fmt::format("{}: {}, expected an object", config_path, jinja::type_name(config)));

@@ -12,18 +12,20 @@ namespace {
 /// Values of a JSON text as they come, without a tree of another kind in between.
 class JsonBuilder : public nlohmann::json_sax<nlohmann::json> {
  public:
-  explicit JsonBuilder(std::string_view what) : what_(what) {}
+  JsonBuilder(std::string_view what, LargeIntegers large) : what_(what), large_(large) {}
 
   bool null() override { return add(Value::none()); }
   bool boolean(bool value) override { return add(Value(value)); }
   bool number_integer(number_integer_t value) override { return add(Value(value)); }
   bool number_unsigned(number_unsigned_t value) override {
-    if (value > static_cast<uint64_t>(INT64_MAX)) return refuse_number(std::to_string(value));
+    if (value > static_cast<uint64_t>(INT64_MAX)) {
+      return add_large(static_cast<double>(value), std::to_string(value));
+    }
     return add(Value(static_cast<int64_t>(value)));
   }
   bool number_float(number_float_t value, const string_t& text) override {
     // What has no point and no exponent is an integer that is too large for one.
-    if (text.find_first_of(".eE") == std::string::npos) return refuse_number(text);
+    if (text.find_first_of(".eE") == std::string::npos) return add_large(value, text);
     return add(Value(value));
   }
   bool string(string_t& value) override { return add(Value(std::move(value))); }
@@ -85,20 +87,22 @@ class JsonBuilder : public nlohmann::json_sax<nlohmann::json> {
     return true;
   }
 
-  bool refuse_number(const std::string& text) {
+  bool add_large(double value, const std::string& text) {
+    if (large_ == LargeIntegers::kRounded) return add(Value(value));
     error_ = fmt::format("the integer {} has more than 64 bits", shorten(text));
     return false;
   }
 
   std::string what_, error_;
+  LargeIntegers large_;
   std::vector<Level> levels_;
   Value root_;
 };
 
 }  // namespace
 
-Value parse_json(std::string_view what, std::string_view text) {
-  JsonBuilder builder(what);
+Value parse_json(std::string_view what, std::string_view text, LargeIntegers large) {
+  JsonBuilder builder(what, large);
   nlohmann::json::sax_parse(text.begin(), text.end(), &builder);
   return builder.take();
 }

@@ -66,8 +66,11 @@ class Template {
   std::unique_ptr<TemplateTree> tree_;
 };
 
+enum class LargeIntegers { kRefused, kRounded };  ///< beyond 64 bits: an error, or a float
+
 /// The value of a JSON text, objects in its order; of a key that comes twice the last. InputError
 /// that begins with `what`.
-Value parse_json(std::string_view what, std::string_view text);
+Value parse_json(std::string_view what, std::string_view text,
+                 LargeIntegers large = LargeIntegers::kRefused);
 
 }  // namespace tessera::text::jinja

@@ -356,7 +356,8 @@ TEST_CASE("chat: a model's directory gives its template and special tokens", "[c
             ": no chat template, expected chat_template.jinja or a chat_template in "
             "tokenizer_config.json");
   dir.write("tokenizer_config.json",
-            R"({"bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": false},
+            R"({"model_max_length": 1000000000000000019884624838656, "bos_token": "<s>",
+                "eos_token": {"content": "</s>", "lstrip": false},
                 "extra_special_tokens": {"image_token": "<img>"},
                 "chat_template": [{"name": "tool_use", "template": "t"},
                                   {"name": "default", "template": "{{ bos_token }}d"}]})");
