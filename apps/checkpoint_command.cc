@@ -175,6 +175,16 @@ std::map<std::string, std::string> files_of_source(const std::string& source,
   return files;
 }
 
+/// The chat template that a run was given, or had from its tokenizer: with the tokenizer, wherever
+/// that goes.
+void add_chat_template(const std::string& home, std::map<std::string, std::string>& files) {
+  constexpr const char* kName = "chat_template.jinja";
+  constexpr int64_t kMaxNbytes = 64 << 20;
+  const std::string path = home + "/" + kName;
+  std::error_code ignored;
+  if (fs::exists(path, ignored)) files[kName] = read_regular_file(path, kMaxNbytes);
+}
+
 /// A whole model of transformers.
 void export_hf(const ModelState& state, const std::string& target, const ExportOptions& options) {
   const Config config = state.parse();
@@ -201,6 +211,7 @@ void export_hf(const ModelState& state, const std::string& target, const ExportO
       hf.files[name] = content;
     }
   }
+  if (has_tokenizer) add_chat_template(state.home(), hf.files);
   dist::HfWriter writer(target, nn::hf_config_of(*model), hf);
   std::vector<float> values;
   for (const std::string& name : state.names()) {
@@ -230,9 +241,9 @@ void export_tessera(const ModelState& state, const std::string& target) {
   const std::string tokenizer = state.home() + "/tokenizer.json";
   std::error_code ignored;
   if (fs::exists(tokenizer, ignored)) {
-    for (const auto& [name, content] : text::load_tokenizer(tokenizer)->files()) {
-      write_durably(place.path() + "/" + name, content);
-    }
+    std::map<std::string, std::string> files = text::load_tokenizer(tokenizer)->files();
+    add_chat_template(state.home(), files);
+    for (const auto& [name, content] : files) write_durably(place.path() + "/" + name, content);
   }
   place.commit();
 }

@@ -37,6 +37,10 @@ std::string fingerprint(const Corpus& corpus) {
     for (int64_t i = std::max<int64_t>(0, count - kNumTokens); i < count; ++i) add(shard[i]);
     shard.check();
   }
+  for (const TokenArray& targets : corpus.targets) {
+    const std::string_view bytes = targets.bytes(0, targets.num_tokens());
+    hasher.update(bytes.data(), std::ssize(bytes));
+  }
   return fmt::format("{} tokens, {:016x}", corpus.num_tokens(), hasher.digest());
 }
 

@@ -8,6 +8,7 @@
 #include "apps/metrics.h"
 #include "apps/run_control.h"
 #include "apps/run_dir.h"
+#include "apps/text/chat.h"
 #include "apps/trainer.h"
 #include "core/files.h"
 #include "core/log.h"
@@ -103,10 +104,14 @@ int generate_command(const std::vector<std::string>& arguments, dist::World& wor
   options.num_tokens = 200;
   options.sampling.temperature = 0.8;
   int threads = 0;
+  bool is_chat = false;
   CommandLine app("Continues a text with a model that tessera-train saved.", "tessera-generate");
   app.add_option("--checkpoint", checkpoint, "output.dir of the training run, or a checkpoint")
       ->required();
   app.add_option("--prompt", prompt, "text to continue");
+  app.add_flag("--chat", is_chat,
+               "the prompt is a question, put into the model's chat template; up to the end of the "
+               "answer");
   app.add_option("--tokens", options.num_tokens, "tokens to generate")->check(in_range<int64_t>(0));
   app.add_option("--temperature", options.sampling.temperature,
                  "sampling temperature; 0: greedy, the likeliest token")
@@ -139,13 +144,20 @@ int generate_command(const std::vector<std::string>& arguments, dist::World& wor
   const Context::Scope scope(context);
   SavedModel saved;
   std::vector<int32_t> ids;
+  int32_t end = -1;
   world.control().verdict([&] {
     saved = load_model(checkpoint);
     if (saved.tokenizer == nullptr) {
       throw InputError(
           fmt::format("{}: no tokenizer.json, expected a model trained on text", checkpoint));
     }
-    ids = saved.tokenizer->encode(prompt);
+    if (is_chat) {
+      const text::ChatTemplate chat = text::load_chat_template(saved.home);
+      ids = saved.tokenizer->encode(chat.prompt(text::question(prompt)));
+      end = saved.tokenizer->id_of(chat.special_token("eos_token"));
+    } else {
+      ids = saved.tokenizer->encode(prompt);
+    }
     if (ids.empty()) throw ConfigError("command line: --prompt is empty, expected some text");
   });
   const bool prints = world.rank() == 0;
@@ -161,9 +173,10 @@ int generate_command(const std::vector<std::string>& arguments, dist::World& wor
   const auto add = [&](const std::string& text) {
     if (prints) print(is_shown ? shown.add(text) : text);
   };
-  add(prompt);
+  if (!is_chat) add(prompt);
   text::StreamDecoder decoder(*saved.tokenizer, ids);
   options.on_token = [&](int32_t id) {
+    if (id == end) return false;
     add(decoder.add(id));
     return true;
   };

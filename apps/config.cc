@@ -97,21 +97,32 @@ void check_model(const Config& config) {
 
 void check_data(const Config& config) {
   const DataConfig& d = config.data;
-  const int num_given = !d.text.empty() + !d.tokens.empty() + !d.sources.empty();
-  if (num_given != 1) {
+  std::vector<std::string_view> given;
+  const std::pair<const char*, const std::string*> keys[] = {
+      {"text", &d.text}, {"tokens", &d.tokens}, {"sources", &d.sources}, {"chat", &d.chat}};
+  for (const auto& [name, value] : keys) {
+    if (!value->empty()) given.push_back(name);
+  }
+  if (given.size() != 1) {
     throw ConfigError(fmt::format(
-        "data: {}, expected one of --data.text=FILE, --data.tokens=GLOB, --data.sources=GLOB,...",
-        num_given == 0      ? "no data given"
-        : d.sources.empty() ? "both text and tokens given"
-        : d.text.empty()    ? "both tokens and sources given"
-                            : "both text and sources given"));
+        "data: {}, expected one of --data.text=FILE, --data.tokens=GLOB, --data.sources=GLOB,... or "
+        "--data.chat=GLOB",
+        given.empty() ? "no data given" : fmt::format("both {} and {} given", given[0], given[1])));
   }
   if (d.tokens.empty() && !d.val_tokens.empty()) {
     fail_at(config, "data.val_tokens", "data.val_tokens with data.{}, expected data.tokens",
-            d.text.empty() ? "sources" : "text");
+            given[0]);
   }
-  if (!d.sources.empty() && d.mask_token >= 0) {
-    fail_at(config, "data.mask_token", "data.mask_token with data.sources, expected data.tokens");
+  const bool is_packed = !d.sources.empty() || !d.chat.empty();
+  if (is_packed && d.mask_token >= 0) {
+    fail_at(config, "data.mask_token", "data.mask_token with data.{}, expected data.tokens",
+            given[0]);
+  }
+  if (!d.chat.empty() && d.separator >= 0) {
+    fail_at(config, "data.separator",
+            "data.separator = {} with data.chat, expected none: its template says what ends a "
+            "conversation",
+            d.separator);
   }
   if (!d.sources.empty()) {
     try {
@@ -124,7 +135,7 @@ void check_data(const Config& config) {
     fail_at(config, "data.tokens",
             "data.tokens without a vocabulary, expected model.vocab to be set");
   }
-  if (d.restart_positions && d.separator < 0) {
+  if (d.restart_positions && d.separator < 0 && d.chat.empty()) {
     fail_at(config, "data.restart_positions",
             "data.restart_positions = true, expected data.separator to be set");
   }

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "apps/data/documents.h"
+#include "apps/text/chat_options.h"
 #include "core/enum_names.h"
 #include "core/runtime/context.h"
 #include "dist/fsdp/fully_shard.h"
@@ -57,7 +58,10 @@ constexpr auto enum_names(ValSplit) {
       {{ValSplit::kTail, "tail"}, {ValSplit::kInterleave, "interleave"}});
 }
 struct DataConfig {
-  std::string text, tokens, sources, val_tokens, tokenizer = "byte", field = "text";
+  std::string text, tokens, sources, chat, val_tokens, tokenizer = "byte", field = "text";
+  std::string chat_template;  ///< a file, or a directory; empty: the tokenizer's
+  text::TrainOn train_on = text::TrainOn::kAssistant;
+  text::LongChats long_chats = text::LongChats::kCut;
   InvalidText invalid = InvalidText::kError;
   double val_fraction = 0.1;
   ValSplit val_split = ValSplit::kTail;

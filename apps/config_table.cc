@@ -175,6 +175,24 @@ void add_data(ConfigTable& t, Config& c) {
        "document and packed into windows: globs separated by commas, each with ': WEIGHT' behind it, "
        "or none; in a file [[data.source]] with path and weight")
       .on_resume(ResumeKind::kIdentity);
+  t.add("data.chat", d.chat,
+        "conversations to train on: JSON lines or Parquet files, a path or a glob; each row has "
+        "messages, prompt and completion, conversations (ShareGPT), or instruction and output "
+        "(Alpaca)");
+  const bool has_chats = !d.chat.empty();
+  t.add("data.chat_template", d.chat_template,
+        "chat template (.jinja), or a directory with one; empty: that beside the tokenizer")
+      .needs(has_chats, "data.chat");
+  t.add(
+       "data.train_on", d.train_on,
+       "part of a conversation that is learned: the turns of the assistant, what follows the prompt, the "
+       "last turn, or everything")
+      .on_resume(ResumeKind::kIdentity)
+      .needs(has_chats, "data.chat");
+  t.add("data.long_chats", d.long_chats,
+        "conversations longer than model.context: their beginnings are kept, or they are left out")
+      .on_resume(ResumeKind::kIdentity)
+      .needs(has_chats, "data.chat");
   t.add("data.val_tokens", d.val_tokens,
         "token shards for validation, a glob; empty: a part of data.tokens (data.val_fraction)");
   t.add("data.tokenizer", d.tokenizer,
@@ -195,8 +213,8 @@ void add_data(ConfigTable& t, Config& c) {
       .needs(d.val_tokens.empty(), "no data.val_tokens");
   t.add("data.val_split", d.val_split,
         "validation data: the end of the data, or the end of each of many pieces of it")
-      .needs(d.val_tokens.empty() && d.val_fraction > 0 && d.sources.empty(),
-             "data.val_fraction > 0 and no data.val_tokens or data.sources");
+      .needs(d.val_tokens.empty() && d.val_fraction > 0 && d.sources.empty() && !has_chats,
+             "data.val_fraction > 0 and no data.val_tokens, data.sources or data.chat");
   t.add("data.separator", d.separator, {-1, 2147483647},
         "token id that ends a document and begins the next: attention stays inside a "
         "document; -1: no separator")

@@ -7,7 +7,9 @@
 #include <array>
 #include <cmath>
 #include <cstring>
+#include <filesystem>
 
+#include "apps/chats.h"
 #include "apps/data/byte_stream.h"
 #include "apps/data/text_files.h"
 #include "apps/packed_samples.h"
@@ -365,11 +367,38 @@ bool needs_token_cache(const std::vector<TextSource>& sources, const text::Token
            compression_of_name(sources[0].paths[0]) == Compression::kNone);
 }
 
+namespace {
+
+void take_chats(const Config& config, Data& data) {
+  data.tokenizer = open_tokenizer(config);
+  if (data.tokenizer == nullptr) {
+    throw ConfigError(
+        fmt::format("{}: data.tokenizer = {} with data.chat, expected byte or the path of a "
+                    "tokenizer",
+                    config.origin("data.tokenizer"), config.data.tokenizer));
+  }
+  std::string dir;  // of the tokenizer
+  if (config.data.tokenizer != "byte") {
+    std::error_code ignored;
+    const std::filesystem::path path(config.data.tokenizer);
+    dir = (std::filesystem::is_directory(path, ignored) ? path : path.parent_path()).string();
+    if (dir.empty()) dir = ".";
+  }
+  LoadedChats chats = load_chats(config, data.tokenizer, dir);
+  data.sources = std::move(chats.sources);
+  data.chats = std::move(chats.summary);
+  if (!config.data.chat_template.empty()) data.chat_template = chats.chat_template->source();
+}
+
+}  // namespace
+
 Data load_data(const Config& config, const std::vector<std::string>& caches) {
   Data data;
   Corpus all;
   const std::vector<TextSource> texts = text_sources(config);
-  if (!config.data.sources.empty()) {
+  if (!config.data.chat.empty()) {
+    take_chats(config, data);
+  } else if (!config.data.sources.empty()) {
     data.sources = load_sources(config, texts, caches, data.tokenizer);
   } else if (!texts.empty() && texts[0].is_one_text) {
     if (caches.empty()) {
@@ -390,7 +419,10 @@ Data load_data(const Config& config, const std::vector<std::string>& caches) {
                       config.origin("data.mask_token")));
     }
     for (const TokenSource& source : *data.sources) {
-      for (const TokenDocuments& shard : source.shards) all.shards.push_back(shard.tokens);
+      for (const TokenDocuments& shard : source.shards) {
+        all.shards.push_back(shard.tokens);
+        if (shard.is_target.num_tokens() > 0) all.targets.push_back(shard.is_target);
+      }
     }
   }
   for (const TokenArray& shard : all.shards) {

@@ -63,7 +63,8 @@ class TokenArray {
 TokenArray load_token_shard(const std::string& path);
 
 struct Corpus {
-  std::vector<TokenArray> shards;  ///< samples do not cross shards
+  std::vector<TokenArray> shards;   ///< samples do not cross shards
+  std::vector<TokenArray> targets;  ///< which of their tokens are predicted, where not all are
   int64_t num_tokens() const;
 };
 
@@ -77,9 +78,12 @@ struct Data {
   Corpus train, val;              ///< val is empty for val_fraction = 0
   std::vector<TokenArray> files;  ///< whole, as they are on the disk; what is in memory is not
   size_t num_train_files = 0;     ///< of these; the rest is data.val_tokens
-  std::shared_ptr<text::Tokenizer> tokenizer;               ///< none for token shards
-  std::shared_ptr<const std::vector<TokenSource>> sources;  ///< of data.sources; train has them too
-  int64_t vocab_size = 0;  ///< model.vocab, or the tokenizer's size
+  std::shared_ptr<text::Tokenizer> tokenizer;  ///< none for token shards
+  std::shared_ptr<const std::vector<TokenSource>>
+      sources;                ///< of data.sources or data.chat; train has them too
+  std::string chats;          ///< of data.chat, for the log: how many there are and are trained on
+  std::string chat_template;  ///< data.chat_template, which goes with the model; or empty
+  int64_t vocab_size = 0;     ///< model.vocab, or the tokenizer's size
 };
 
 /// Texts that `data.text` names, or one of `data.sources`.

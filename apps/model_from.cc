@@ -30,8 +30,10 @@ std::string text_of(const Field& field) {
 /// A text becomes ids by the model's own tokenizer, unless data.tokenizer names a file.
 void take_tokenizer(Config& config) {
   DataConfig& data = config.data;
-  if (data.text.empty() && data.sources.empty()) return;
-  const std::string key = data.text.empty() ? "data.sources" : "data.text";
+  if (data.text.empty() && data.sources.empty() && data.chat.empty()) return;
+  const std::string key = !data.chat.empty()   ? "data.chat"
+                          : !data.text.empty() ? "data.text"
+                                               : "data.sources";
   const bool is_given = config.is_given("data.tokenizer");
   if (is_given && data.tokenizer != "byte" && data.tokenizer != "char") return;
   std::string name;
@@ -39,7 +41,7 @@ void take_tokenizer(Config& config) {
     name = text::load_tokenizer(config.model.from)->name();
   } catch (const InputError& error) {
     // Sources may all be token shards; if they are not, this is said when they are read.
-    if (data.text.empty() && !is_given) {
+    if (!data.sources.empty() && !is_given) {
       data.tokenizer = config.model.from;
       return;
     }

@@ -241,6 +241,7 @@ SavedModel load_model(const std::string& path) {
   SavedModel saved;
   saved.config = state->parse();
   saved.path = state->path();
+  saved.home = state->home();
   saved.step = state->step();
   if (fs::exists(state->home() + "/tokenizer.json")) {
     saved.tokenizer = text::load_tokenizer(state->home() + "/tokenizer.json");

@@ -65,6 +65,7 @@ struct SavedModel {
   std::unique_ptr<text::Tokenizer> tokenizer;  ///< none if it was trained on token shards
   std::unique_ptr<nn::LanguageModel> model;
   std::string path;  ///< of the state
+  std::string home;  ///< where its tokenizer and chat template are
   int64_t step = 0;
 };
 /// Of `open_model(path)`. CheckpointError if it is damaged; InputError that names file and tensor

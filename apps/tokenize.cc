@@ -11,6 +11,7 @@
 #include <filesystem>
 #include <thread>
 
+#include "apps/chats.h"
 #include "apps/command_line.h"
 #include "apps/data.h"
 #include "apps/encode_files.h"
@@ -47,6 +48,12 @@ std::unique_ptr<text::Tokenizer> load(const Common& common) {
   constexpr int64_t kMaxNbytes = 64 << 20;
   return text::parse_tiktoken(read_regular_file(common.tokenizer, kMaxNbytes),
                               named.empty() ? common.pattern : named, {}, common.tokenizer);
+}
+
+/// https://no-color.org
+bool has_no_colour() {
+  const char* const value = std::getenv("NO_COLOR");
+  return value != nullptr && *value != '\0';
 }
 
 std::vector<std::string> input_files(const Common& common) {
@@ -252,6 +259,20 @@ void inspect(const Common& common, std::FILE* out) {
              used, tokenizer->vocab_size());
 }
 
+/// Conversations, with what of them is learned.
+void show(const Common& common, const std::string& template_path, ChatReaderOptions reading,
+          ShowChatsOptions options, std::FILE* out) {
+  reading.format = named<FileFormat>(common.format);
+  options.has_colour = out == stdout && ::isatty(STDOUT_FILENO) == 1 && !has_no_colour();
+  std::error_code ignored;
+  const fs::path path(common.tokenizer);
+  const std::string dir = (fs::is_directory(path, ignored) ? path : path.parent_path()).string();
+  const auto chat_template = std::make_shared<const text::ChatTemplate>(
+      text::load_chat_template(dir.empty() ? "." : dir, template_path));
+  ChatReader reader(input_files(common), chat_template, load(common), reading);
+  show_chats(reader, options, out);
+}
+
 /// Encodes a text with several threads, each a part at a time; the number of ids.
 int64_t encode_in_parts(const text::Tokenizer& tokenizer, std::string_view text, int threads) {
   std::vector<std::string_view> parts;
@@ -311,7 +332,9 @@ int tokenize_command(const std::vector<std::string>& arguments, std::FILE* out) 
   Common common;
   text::TrainBpeOptions training;
   EncodeFilesOptions encoding;
-  std::string directory, warm_up;
+  ChatReaderOptions chats;
+  ShowChatsOptions showing;
+  std::string directory, warm_up, template_path, train_on = "assistant", shape = "auto";
   CommandLine app("Trains tokenizers and turns texts into tokens.", "tessera-tokenize");
   app.require_subcommand(1);
   const auto add = [&](const char* name, const char* what, const char* files, bool required) {
@@ -378,6 +401,19 @@ int tokenize_command(const std::vector<std::string>& arguments, std::FILE* out) 
       add("inspect", "Prints what a tokenizer is, and how it does on texts.", kTexts, false);
   add_tokenizer(inspects);
   add_documents(inspects);
+  CLI::App* shows = add("show", "Prints conversations: what of them is learned, and what is not.",
+                        "JSON lines (.jsonl) or .parquet, a conversation each row", true);
+  add_tokenizer(shows);
+  shows->add_option("--template", template_path,
+                    "a chat template, or a directory with one; else that of the tokenizer");
+  shows->add_option("--train-on", train_on, "what is learned")->check(names_of<text::TrainOn>());
+  shows->add_option("--shape", shape, "of the rows; auto: by their keys")
+      ->check(names_of<text::ChatShape>());
+  shows->add_option("--context", showing.context, "tokens that a model sees; 0: any number")
+      ->check(in_range<int64_t>(0));
+  shows->add_option("--count", showing.count, "conversations; 0: all")->check(in_range<int64_t>(0));
+  shows->add_option("--format", common.format, "of the files; auto: by their names")
+      ->check(names_of<FileFormat>());
   CLI::App* benches = add("bench", "Measures how fast texts are encoded.", "plain texts", true);
   add_tokenizer(benches);
   add_threads(benches);
@@ -388,6 +424,11 @@ int tokenize_command(const std::vector<std::string>& arguments, std::FILE* out) 
   if (ids->parsed()) print_ids(common, out);
   if (decodes->parsed()) decode(common, out);
   if (inspects->parsed()) inspect(common, out);
+  if (shows->parsed()) {
+    chats.train_on = named<text::TrainOn>(train_on);
+    chats.shape = named<text::ChatShape>(shape);
+    show(common, template_path, chats, showing, out);
+  }
   if (benches->parsed()) bench(common, warm_up, out);
   return 0;
 }

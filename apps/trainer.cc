@@ -311,6 +311,9 @@ void Trainer::resume() {
     if (data_.tokenizer == nullptr) return;
     for (const std::string& dir : {config_.output.dir, checkpoints_.dir()}) {
       write_tokenizer(dir, *data_.tokenizer);
+      if (!data_.chat_template.empty()) {
+        write_file_atomically(dir + "/chat_template.jinja", data_.chat_template);
+      }
     }
   });
   if (world_.rank() == 0) {
@@ -411,15 +414,16 @@ void Trainer::describe() {
       positions(*eval_samples_, data_.val), samples_per_step_, world_.world_size(),
       grad_accum_steps_, config_.train.micro_batch, tokens_per_step_));
   const DataConfig& d = config_.data;
+  if (!data_.chats.empty()) log_->print(data_.chats);
   if (d.val_tokens.empty() && d.val_fraction > 0 && d.val_split == ValSplit::kTail &&
-      d.sources.empty()) {
+      data_.sources == nullptr) {
     log_->print(fmt::format(
         "validation: the last {:g} % of the data, which may differ from the rest of it; "
         "--data.val_split=interleave takes pieces from all over",
         d.val_fraction * 100));
   }
   if (const std::string skipped = short_shards(data_.train, config_.model.context);
-      !skipped.empty() && d.sources.empty()) {
+      !skipped.empty() && data_.sources == nullptr) {
     log_warning("{}", skipped);
   }
   const bool is_cuda = Context::current()->device().type == DeviceType::kCuda;

@@ -78,7 +78,15 @@ def prepare(folder, root, build):
                                      "behavior": "Isolated", "invert": False},
                    "decoder": {"type": "Fuse"},
                    "model": {"type": "WordLevel", "unk_token": "?", "vocab": {
-                       c: i for i, c in enumerate("?\n 0123456789abcdefghiklmnoprstuvwyI")}}}, file)
+                       c: i for i, c in enumerate("?\n 0123456789abcdefghiklmnoprstuvwyI+=$")}}}, file)
+    with open(os.path.join(model, "tokenizer_config.json"), "w") as file:
+        json.dump({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "$",
+                   "chat_template": "{% for m in messages %}{{ m.content }}"
+                                    "{{ '=' if m.role == 'user' else eos_token }}{% endfor %}"}, file)
+    with open(os.path.join(folder, "chats.jsonl"), "w") as chats:
+        for i in range(100):
+            a, b = i % 5, i % 4
+            chats.write(json.dumps({"prompt": "%d+%d" % (a, b), "completion": str(a + b)}) + "\n")
     with open(os.path.join(folder, "book.txt"), "w") as book:
         book.writelines("In the beginning was line %d\n" % i for i in range(400))
     tokens = [i * i % 40 for i in range(600)]

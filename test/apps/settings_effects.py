@@ -107,7 +107,14 @@ class Runs:
             file.write(open(lines, "rb").read().replace(b"line 4 ", b"line \xff ", 1))
         tokenizer = self.write("tokenizer.json", json.dumps(
             {"type": "char", "chars": sorted(set(open(self.text).read()), reverse=True)}))
-        self.paths = {"LINES": lines, "BROKEN": broken, "TOKENIZER": tokenizer, "TEXT": self.text, "OTHER": self.other_text, "A": self.path("a.bin"),
+        chats = [[f"{i}", f"{i * i}", "x" * (i % 5 + 1), "long " * 6 if i % 5 == 0 else f"{i % 7}"]
+                 for i in range(60)]
+        turn = "{% for m in messages %}%s{{ m.content }}{{ '!' if m.role == 'user' else '$' }}{% endfor %}"
+        self.paths = {"CHATS": self.chats("chats.jsonl", chats),
+                      "OTHER_CHATS": self.chats("other.jsonl", chats[30:]),
+                      "CHAT_TEMPLATE": self.write("chat.jinja", turn.replace("%s", "")),
+                      "OTHER_TEMPLATE": self.write("other.jinja", turn.replace("%s", ":")),
+                      "LINES": lines, "BROKEN": broken, "TOKENIZER": tokenizer, "TEXT": self.text, "OTHER": self.other_text, "A": self.path("a.bin"),
                       "B": self.path("b.bin"), "SAME": self.path("same.bin"), "HF": self.path("hf"),
                       "HF_GPT2": self.path("hf_gpt2"), "SOURCE": self.path("source")}
         os.makedirs(self.path("source"))
@@ -121,6 +128,12 @@ class Runs:
         with open(self.path(name), "w") as file:
             file.write(text)
         return self.path(name)
+
+    def chats(self, name, chats):
+        roles = ["user", "assistant"] * 2
+        return self.write(name, "".join(json.dumps({"messages": [
+            {"role": role, "content": text} for role, text in zip(roles, chat)]}) + "\n"
+            for chat in chats))
 
     def shard(self, name, tokens):
         with open(self.path(name), "wb") as file:
@@ -203,6 +216,8 @@ BASE = {"device": "cpu", "data.text": "@TEXT@", "model.layers": 2, "model.heads"
 GPT2 = {"model.kind": "gpt2"}
 BERT = {"model.kind": "bert", "data.mask_token": 0}
 SOURCES = {"data.text": "UNSET", "data.sources": "@A@", "data.separator": 32, "model.vocab": 61}
+CHATS = {"data.text": "UNSET", "data.chat": "@CHATS@", "data.chat_template": "@CHAT_TEMPLATE@",
+         "model.context": 24}
 TOKENS = {"data.text": "UNSET", "data.tokens": "@A@", "model.vocab": 61}
 BF16 = {"precision.param_dtype": "bf16"}
 F16 = {"precision.param_dtype": "f16", "guard.max_skips": 100}
@@ -373,6 +388,11 @@ ROWS = [
     Row("data.text", "@OTHER@", other_numbers),
     Row("data.tokens", "@B@", other_numbers, TOKENS),
     Row("data.sources", "@A@: 1, @B@: 3", other_numbers, SOURCES),
+    Row("data.chat", "@OTHER_CHATS@", other_numbers, CHATS),
+    Row("data.chat_template", "@OTHER_TEMPLATE@", other_numbers, CHATS),
+    Row("data.train_on", "all", other_numbers, CHATS),
+    Row("data.train_on", "last", other_numbers, CHATS),
+    Row("data.long_chats", "drop", other_numbers, CHATS),
     Row("data.val_tokens", "@B@", lambda a, b: a.values("val_loss")[-1] != b.values("val_loss")[-1],
         TOKENS),
     Row("data.tokenizer", "char", lambda a, b: b.numbers()[0] != a.numbers()[0]),
