@@ -1,3 +1,4 @@
+#include <cmath>
 #include <limits>
 
 #include "dist/fsdp/scaler.h"
@@ -93,6 +94,36 @@ TEST_CASE("clip: a norm of 5 is reported as 5 and clipped to 1 by a factor of 0.
       for (const Clipped& c : clip_everywhere(strategy, world, {{3}, {0, 0, 4}}, 0, 2.0)) {
         CHECK(c.norm == 5);
         CHECK(c.factor == 1);
+      }
+    }
+  }
+}
+
+TEST_CASE("clip: a step without a backward has gradients of zero, whatever the last one had",
+          "[fsdp]") {
+  for (const Strategy strategy : kStrategies) {
+    for (const int world_size : {1, 2}) {
+      for (const dist::Offload offload :
+           {dist::Offload::kNone, dist::Offload::kParamsAndOptimizer}) {
+        if (offload != dist::Offload::kNone && strategy != Strategy::kFullShard) continue;
+        dist::run_ranks(world_size, [&](dist::World& world) {
+          Weights net({3, 300});
+          dist::FsdpOptions options = options_of(strategy, world_size);
+          options.offload = offload;
+          const auto fsdp = dist::fully_shard(net, world, options);
+          fsdp->initialize(1);
+          const std::vector<Tensor> coefficients = {full({3}, 2), full({300}, 1)};
+          backward(nn::call(net, coefficients), full({}, 1.0 / world_size));
+          const double norm = fsdp->clip_grad_norm(0, 2.0).norm.item();
+          fsdp->end_step();
+          const double norm_without = fsdp->clip_grad_norm(0, 2.0).norm.item();
+          fsdp->end_step();
+          INFO(name_of(strategy) << " world " << world_size);
+          if (world.rank() == 0) {
+            CHECK(norm == Approx(std::sqrt(12.0 + 300.0)).epsilon(1e-6));
+            CHECK(norm_without == 0);
+          }
+        });
       }
     }
   }
