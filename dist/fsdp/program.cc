@@ -112,11 +112,18 @@ std::optional<ParamState> next_state(Residence residence, ParamState state, Acti
   return std::nullopt;
 }
 
-Program::Program(std::vector<std::string> units) : units_(std::move(units)) {
+Program::Program(std::vector<std::string> units, int64_t num_kept)
+    : units_(std::move(units)), num_kept_(num_kept) {
   for (const std::string& unit : units_) unit_hashes_.push_back(hash_name(unit));
 }
 
 void Program::add(const Action& action) {
+  // By their number, which is the same on all ranks: what is left can be compared.
+  if (action.is_collective() && num_collectives_ > 0 && num_collectives_ % num_kept_ == 0) {
+    if (newer_ > 0) num_forgotten_ += num_kept_;
+    actions_.erase(actions_.begin(), actions_.begin() + static_cast<std::ptrdiff_t>(newer_));
+    newer_ = actions_.size();
+  }
   actions_.push_back(action);
   if (!action.is_collective()) return;
   const uint64_t phase =
@@ -130,7 +137,8 @@ void Program::add(const Action& action) {
 
 void Program::clear() {
   actions_.clear();
-  num_collectives_ = 0;
+  newer_ = 0;
+  num_collectives_ = num_forgotten_ = 0;
   hash_ = 0;
 }
 
@@ -140,22 +148,26 @@ std::string Program::to_string() const {
   return text;
 }
 
-std::string Program::collectives() const {
+std::string Program::collectives(int64_t num_skipped) const {
   std::string text;
+  int64_t number = num_forgotten_;
   for (const Action& a : actions_) {
-    if (!a.is_collective()) continue;
+    if (!a.is_collective() || number++ < num_skipped) continue;
     text += fmt::format("{} {} ({} bytes)\n", name_of(a), unit(a.unit), a.nbytes);
   }
   return text;
 }
 
-std::string first_difference(std::span<const std::string> of_ranks) {
+std::string first_difference(std::span<const std::string> of_ranks, int64_t num_skipped) {
   const std::string& first = of_ranks.front();
   size_t other = 1;
   while (other + 1 < of_ranks.size() && of_ranks[other] == first) ++other;
   const std::string& second = of_ranks[other];
+  if (second == first) {
+    return fmt::format("before number {}, of which no rank has kept all", num_skipped + 1);
+  }
   size_t begin = 0, i = 0;  // of the line in which character i lies
-  int64_t number = 1;
+  int64_t number = num_skipped + 1;
   for (; i < std::min(first.size(), second.size()) && first[i] == second[i]; ++i) {
     if (first[i] == '\n') begin = i + 1, ++number;
   }

@@ -75,36 +75,43 @@ std::string_view name_of(ParamState state);
 /// What an action makes of a state; none if it cannot follow on it.
 std::optional<ParamState> next_state(Residence residence, ParamState state, ActionKind kind);
 
-/// The actions of a rank since the last `clear`, in the order in which they were issued.
+/// The actions of a rank since the last `clear`, in the order in which they were issued. A run that
+/// only evaluates ends no step: of its collectives the last ones are kept, at least `num_kept` and
+/// fewer than twice as many, with what comes between them.
 class Program {
  public:
-  explicit Program(std::vector<std::string> units);
+  static constexpr int64_t kNumKept = 1 << 17;
+  explicit Program(std::vector<std::string> units, int64_t num_kept = kNumKept);
 
   void add(const Action& action);
   void clear();
 
   const std::vector<Action>& actions() const { return actions_; }
   int64_t num_collectives() const { return num_collectives_; }
+  /// Collectives before those of `actions`; the same on ranks that have issued as many.
+  int64_t num_forgotten() const { return num_forgotten_; }
   /// Of kinds, units and bytes of the collectives: equal on all ranks, or somebody will hang. What
   /// else a rank does (waits, releases) is its own affair.
   uint64_t hash() const { return hash_; }
 
   /// "gather_forward blocks.0", a line an action.
   std::string to_string() const;
-  /// "gather_forward blocks.0 (1024 bytes)", a line a collective.
-  std::string collectives() const;
+  /// "gather_forward blocks.0 (1024 bytes)", a line a collective, without the first `num_skipped`.
+  std::string collectives(int64_t num_skipped = 0) const;
   const std::string& unit(int index) const { return units_[static_cast<size_t>(index)]; }
 
  private:
   std::vector<std::string> units_;
   std::vector<uint64_t> unit_hashes_;
+  const int64_t num_kept_;
   std::vector<Action> actions_;
-  int64_t num_collectives_ = 0;
+  size_t newer_ = 0;  // the first action that stays when older ones are forgotten
+  int64_t num_collectives_ = 0, num_forgotten_ = 0;
   uint64_t hash_ = 0;
 };
 
 /// Where the texts of `Program::collectives`, one a rank, part: "as number 3, rank 0 "reduce head
-/// (64 bytes)" and rank 2 "nothing"". They must not all be the same.
-std::string first_difference(std::span<const std::string> of_ranks);
+/// (64 bytes)" and rank 2 "nothing"". Where they are the same, it was in the `num_skipped` before.
+std::string first_difference(std::span<const std::string> of_ranks, int64_t num_skipped = 0);
 
 }  // namespace tessera::dist

@@ -71,9 +71,11 @@ void Runtime::announce() const {
 
 /// All ranks have seen that their programs differ: says where.
 void Runtime::throw_disagreement() const {
-  const std::vector<std::string> texts = world_.control().all_gather(program_.collectives());
+  const int64_t num_skipped = world_.control().max(program_.num_forgotten());
+  const std::vector<std::string> texts =
+      world_.control().all_gather(program_.collectives(num_skipped));
   throw CommError(fmt::format("fsdp: the ranks issue different collectives in step {}: {}", step_,
-                              first_difference(texts)));
+                              first_difference(texts, num_skipped)));
 }
 
 bool Runtime::agree(const Turns::Hashes& mine) {

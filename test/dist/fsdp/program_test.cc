@@ -386,6 +386,51 @@ TEST_CASE("fsdp program: the first difference names number, ranks and collective
         "as number 2, rank 0 \"reduce a (32 bytes)\" and rank 1 \"nothing\"");
 }
 
+TEST_CASE("fsdp program: evaluations without end take bounded memory and keep the hash", "[fsdp]") {
+  dist::Program bounded(letters(3), 4), whole(letters(3));
+  size_t most = 0;
+  int unit = 0;
+  for (int i = 0; i < 1000; ++i) {
+    for (const ActionKind kind : {ActionKind::kGather, ActionKind::kWait, ActionKind::kRelease}) {
+      bounded.add({kind, Phase::kNone, unit, 64 + i}),
+          whole.add({kind, Phase::kNone, unit, 64 + i});
+    }
+    unit = (unit + 1) % 3;
+    most = std::max(most, bounded.actions().size());
+    if (i == 2) CHECK(bounded.to_string() == whole.to_string());
+  }
+  CHECK(most == 3 * 8);  // twice 4 collectives
+  CHECK(bounded.actions() ==
+        std::vector<Action>(whole.actions().end() - std::ssize(bounded.actions()),
+                            whole.actions().end()));
+  CHECK(bounded.hash() == whole.hash());
+  CHECK(bounded.num_collectives() == 1000);
+  CHECK(bounded.num_forgotten() == 992);
+  CHECK(whole.num_forgotten() == 0);
+  CHECK(bounded.collectives() == whole.collectives(992));
+  CHECK(bounded.collectives(999) == "gather a (1063 bytes)\n");
+
+  // Ranks that have issued more and less than one that has forgotten.
+  const auto difference = [](const dist::Program& a, const dist::Program& b) {
+    const int64_t num_skipped = std::max(a.num_forgotten(), b.num_forgotten());
+    return dist::first_difference(
+        std::vector<std::string>{a.collectives(num_skipped), b.collectives(num_skipped)},
+        num_skipped);
+  };
+  dist::Program shorter(letters(3), 4);
+  for (int i = 0; i < 999; ++i) shorter.add({ActionKind::kGather, Phase::kNone, i % 3, 64 + i});
+  CHECK(difference(bounded, shorter) ==
+        "as number 1000, rank 0 \"gather a (1063 bytes)\" and rank 1 \"nothing\"");
+  dist::Program other(letters(3), 4);
+  for (int i = 0; i < 1000; ++i) {
+    other.add({ActionKind::kGather, Phase::kNone, i % 3, i == 5 ? 1 : 64 + i});
+  }
+  CHECK(difference(bounded, other) == "before number 993, of which no rank has kept all");
+  bounded.clear();
+  CHECK(bounded.num_forgotten() == 0);
+  CHECK(bounded.actions().empty());
+}
+
 TEST_CASE("fsdp program: which action can follow on which state", "[fsdp]") {
   using enum ParamState;
   const std::vector<ParamState> states = {kSharded, kStale, kGathering, kGathered, kOpen};
