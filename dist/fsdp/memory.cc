@@ -50,8 +50,7 @@ int64_t nbytes_outside_units(const FsdpParts& parts) {
     sum += counted(static_cast<int64_t>(tensor.storage()->nbytes()));
   };
   for (const nn::NamedBuffer& b : parts.root.named_buffers()) add(b.buffer->tensor);
-  for (const std::string& name : parts.policy.options.ignored)
-    add(parts.root.parameter(name).tensor);
+  for (const nn::NamedParameter& p : parts.ignored) add(p.parameter->tensor);
   return sum;
 }
 

@@ -1,6 +1,9 @@
 #include "dist/fsdp/parts.h"
 
 #include <algorithm>
+#include <string_view>
+#include <unordered_map>
+#include <unordered_set>
 
 #include "core/log.h"
 
@@ -27,20 +30,34 @@ std::shared_ptr<Life> begin_life(nn::Module& root, const World& world) {
   return std::make_shared<Life>(world, root.kind());
 }
 
-/// The units of the wrap policy without ignored parameters, which get bytes if they have none.
-std::vector<UnitSpec> make_specs(nn::Module& root, const FsdpOptions& options) {
-  std::vector<UnitSpec> specs = options.wrap(root);
+/// Ignored parameters by name. An Error if there is none of a name.
+std::vector<nn::NamedParameter> find_ignored(nn::Module& root, const FsdpOptions& options) {
+  if (options.ignored.empty()) return {};
+  std::unordered_map<std::string_view, nn::NamedParameter> by_name;
+  const std::vector<nn::NamedParameter> all = root.named_parameters(/*with_ties=*/true);
+  for (const nn::NamedParameter& p : all) by_name.emplace(p.name, p);
+  std::vector<nn::NamedParameter> ignored;
   for (const std::string& name : options.ignored) {
-    const nn::Parameter& p = root.parameter(name);  // an Error if there is none
-    if (!p.tensor.storage()->is_materialized()) {
-      p.tensor.storage()->materialize(MemoryClass::kParameters);
-    }
+    const auto found = by_name.find(name);
+    if (found == by_name.end()) root.parameter(name);  // throws
+    ignored.push_back(found->second);
+  }
+  return ignored;
+}
+
+/// The units of the wrap policy without ignored parameters, which get bytes if they have none.
+std::vector<UnitSpec> make_specs(nn::Module& root, const FsdpOptions& options,
+                                 const std::vector<nn::NamedParameter>& ignored) {
+  std::vector<UnitSpec> specs = options.wrap(root);
+  std::unordered_set<std::string_view> names;
+  for (const nn::NamedParameter& p : ignored) {
+    names.insert(p.name);
+    const std::shared_ptr<Storage>& storage = p.parameter->tensor.storage();
+    if (!storage->is_materialized()) storage->materialize(MemoryClass::kParameters);
   }
   for (UnitSpec& spec : specs) {
-    std::erase_if(spec.parameters, [&](const nn::NamedParameter& p) {
-      return std::find(options.ignored.begin(), options.ignored.end(), p.name) !=
-             options.ignored.end();
-    });
+    std::erase_if(spec.parameters,
+                  [&](const nn::NamedParameter& p) { return names.contains(p.name); });
   }
   std::erase_if(specs, [](const UnitSpec& spec) { return spec.parameters.empty(); });
   TESSERA_CHECK_AS(ConfigError, !specs.empty(), "fully_shard: the model has no parameters");
@@ -80,14 +97,14 @@ FsdpParts::FsdpParts(nn::Module& root_, World& world_, const FsdpOptions& option
       policy(agreed_policy(world, options)),
       scalars(world, policy.is_reproducible()),
       lanes(policy, scalars.comm()),
-      specs(make_specs(root, policy.options)),
+      ignored(find_ignored(root, policy.options)),
+      specs(make_specs(root, policy.options, ignored)),
       plan(plan_for(specs, policy, lanes)),
       runtime(world, units, names_of(specs)),
       order(plan.uses(policy), plan.num_gathered_slots(), order_options(policy), runtime) {
   life->needs_factor = policy.grad_factor != 1;
-  for (const std::string& name : policy.options.ignored) {
-    const Tensor& tensor = root.parameter(name).tensor;
-    if (tensor.requires_grad()) num_ignored += tensor.numel();
+  for (const nn::NamedParameter& p : ignored) {
+    if (p.parameter->tensor.requires_grad()) num_ignored += p.parameter->tensor.numel();
   }
   make_units();
   make_slots();
@@ -124,7 +141,7 @@ void FsdpParts::make_units() {
     const std::vector<std::string> own = unit->shard_parameters();
     missing.insert(missing.end(), own.begin(), own.end());
   }
-  values = std::make_unique<Values>(root, policy, units, std::move(missing), runtime);
+  values = std::make_unique<Values>(root, ignored, units, std::move(missing), runtime);
 }
 
 void FsdpParts::make_slots() {

@@ -44,6 +44,7 @@ struct FsdpParts {
   Scalars scalars;
   Lanes lanes;
   int64_t num_ignored = 0;  // trainable elements that no norm and no optimizer sees
+  const std::vector<nn::NamedParameter> ignored;  // in the order of `FsdpOptions::ignored`
   const std::vector<UnitSpec> specs;
   const Plan plan;
   std::vector<std::unique_ptr<SlotPool>> pools;

@@ -6,6 +6,7 @@
 #include "core/autograd.h"
 #include "core/text.h"
 #include "dist/comm/watchdog.h"
+#include "dist/fsdp/parts.h"
 #include "kernels/reduce/reduce.h"
 
 namespace tessera::dist {
@@ -81,8 +82,8 @@ void StateGuard::make_tables(nn::Module& model, optim::Optimizer& optimizer, con
   };
   for (const nn::NamedBuffer& b : model.named_buffers())
     add_flat(b.name, "buffer", b.buffer->tensor);
-  for (const std::string& name : fsdp_.options().ignored)
-    add_flat(name, "ignored parameter", model.parameter(name).tensor);
+  for (const nn::NamedParameter& p : parts_of(fsdp_).ignored)
+    add_flat(p.name, "ignored parameter", p.parameter->tensor);
   add_flat("step count", "optimizer's", optimizer.step_count());
   for (const auto& [name, values] : extras) add_flat(name, "the", values);
 }

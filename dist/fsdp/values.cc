@@ -20,19 +20,18 @@ void for_each_own_part(Unit& unit, Group& g, const F& f) {
 
 }  // namespace
 
-Values::Values(nn::Module& root, const Policy& policy,
+Values::Values(nn::Module& root, const std::vector<nn::NamedParameter>& ignored,
                const std::vector<std::unique_ptr<Unit>>& units, std::vector<std::string> missing,
                Issuer& issuer)
-    : root_(root), policy_(policy), units_(units), missing_(std::move(missing)), issuer_(issuer) {
-  for (const std::string& name : policy.options.ignored) {
-    if (!root.parameter(name).has_values()) empty_ignored_.push_back(name);
+    : root_(root), ignored_(ignored), units_(units), missing_(std::move(missing)), issuer_(issuer) {
+  for (const nn::NamedParameter& p : ignored) {
+    if (!p.parameter->has_values()) empty_ignored_.push_back(p);
   }
 }
 
 void Values::initialize(uint64_t seed) {
-  for (const std::string& name : empty_ignored_) {
-    const nn::Parameter& p = root_.parameter(name);
-    nn::fill_init(p.tensor, p.init, seed, name);
+  for (const nn::NamedParameter& p : empty_ignored_) {
+    nn::fill_init(p.parameter->tensor, p.parameter->init, seed, p.name);
   }
   for (const auto& unit : units_) {
     for (Group& g : unit->groups()) {
@@ -47,9 +46,9 @@ void Values::initialize(uint64_t seed) {
 
 void Values::load_full(const std::function<Tensor(const std::string&)>& values) {
   const NoGrad no_grad;
-  for (const std::string& name : empty_ignored_) {
-    Tensor target = root_.parameter(name).tensor;
-    if (!root_.parameter(name).has_values()) target.copy_(values(name));
+  for (const nn::NamedParameter& p : empty_ignored_) {
+    Tensor target = p.parameter->tensor;
+    if (!p.parameter->has_values()) target.copy_(values(p.name));
   }
   for (const auto& unit : units_) {
     for (Group& g : unit->groups()) {
@@ -81,8 +80,8 @@ void Values::shards_changed(optim::Optimizer* optimizer) {
 void Values::check(const char* what) {
   if (is_complete_) return;
   std::vector<std::string> missing = missing_;
-  for (const std::string& name : empty_ignored_) {
-    if (!root_.parameter(name).has_values()) missing.push_back(name);
+  for (const nn::NamedParameter& p : empty_ignored_) {
+    if (!p.parameter->has_values()) missing.push_back(p.name);
   }
   TESSERA_CHECK(missing.empty(),
                 "{}: parameter \"{}\" of {} has no values (and {} more), expected "
@@ -97,9 +96,7 @@ void Values::for_each_full(Phase what, const OnFull& f) {
     for_each_full_of_unit(unit, what, f);
   }
   if (what != Phase::kMaster) return;
-  for (const std::string& name : policy_.options.ignored) {
-    f(name, root_.parameter(name).tensor.to(kF32));
-  }
+  for (const nn::NamedParameter& p : ignored_) f(p.name, p.parameter->tensor.to(kF32));
 }
 
 void Values::for_each_full_of_unit(int index, Phase what, const OnFull& f) {

@@ -17,8 +17,9 @@ namespace tessera::dist {
 class Values {
  public:
   /// `missing`: sharded parameters that have none yet. What is given outlives this.
-  Values(nn::Module& root, const Policy& policy, const std::vector<std::unique_ptr<Unit>>& units,
-         std::vector<std::string> missing, Issuer& issuer);
+  Values(nn::Module& root, const std::vector<nn::NamedParameter>& ignored,
+         const std::vector<std::unique_ptr<Unit>>& units, std::vector<std::string> missing,
+         Issuer& issuer);
 
   /// `Fsdp::initialize`, `load_full` and `shards_changed`, without what follows for gathers.
   void initialize(uint64_t seed);
@@ -37,12 +38,12 @@ class Values {
   void for_each_full_of_unit(int unit, Phase what, const OnFull& f);
 
   nn::Module& root_;
-  const Policy& policy_;
+  const std::vector<nn::NamedParameter>& ignored_;
   const std::vector<std::unique_ptr<Unit>>& units_;
   std::vector<std::string> missing_;
   Issuer& issuer_;
-  std::vector<std::string> empty_ignored_;  // had none when this was made
-  bool is_complete_ = false;                // nothing is missing
+  std::vector<nn::NamedParameter> empty_ignored_;  // had none when this was made
+  bool is_complete_ = false;                       // nothing is missing
 };
 
 }  // namespace tessera::dist
