@@ -84,11 +84,14 @@ void embedding_bwd(const EmbeddingBwd& p) {
   int32_t* positions = p.order + p.vocab;
   std::fill_n(run_end, p.vocab, 0);
   visit_ids(p.ids_dtype, p.ids, [&](const auto* ids) {
-    for (int64_t r = 0; r < p.rows; ++r) ++run_end[ids[r]];
+    const auto is_here = [&](int64_t r) { return ids[r] >= p.first && ids[r] < p.first + p.vocab; };
+    for (int64_t r = 0; r < p.rows; ++r) {
+      if (is_here(r)) ++run_end[ids[r] - p.first];
+    }
     int32_t start = 0;
     for (int64_t v = 0; v < p.vocab; ++v) start += std::exchange(run_end[v], start);
     for (int64_t r = 0; r < p.rows; ++r) {
-      positions[run_end[ids[r]]++] = static_cast<int32_t>(r);
+      if (is_here(r)) positions[run_end[ids[r] - p.first]++] = static_cast<int32_t>(r);
     }
   });
 

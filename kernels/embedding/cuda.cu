@@ -83,9 +83,9 @@ constexpr int kDigitBits = 4, kDigits = 1 << kDigitBits;
 constexpr int64_t kSortSmemNbytes =
     int64_t{kDigits} * kSortBlock * sizeof(int32_t) + kSortBlock / kWarpSize * sizeof(int32_t);
 
-/// What a position is sorted by; ids that are none come last.
+/// What a position is sorted by; ids that are none of dw's rows come last.
 __device__ int64_t key_of(const EmbeddingBwd& p, int64_t position) {
-  const int64_t id = id_at(p.ids, p.ids_dtype, position);
+  const int64_t id = id_at(p.ids, p.ids_dtype, position) - p.first;
   return id >= 0 && id < p.vocab ? id : p.vocab;
 }
 

@@ -3,6 +3,7 @@
 #include <limits>
 
 #include "core/autograd.h"
+#include "core/row_gradients.h"
 #include "kernels/destination.h"
 #include "kernels/elementwise/row_view.h"
 #include "kernels/embedding/kernel.h"
@@ -34,6 +35,32 @@ TESSERA_DEFINE_KERNEL(embedding_bwd, EmbeddingBwd);
 
 }  // namespace kernels
 
+namespace {
+
+/// Rows [first, first + dw.view.dim(0)) of the table's gradient.
+void add_up_rows(const GradDst& dw, int64_t first, const Tensor& ids, const Tensor& dy) {
+  if (dw.view.numel() == 0) return;
+  const int64_t vocab = dw.view.dim(0), cols = dw.view.dim(1);
+  const Tensor order =
+      empty({kernels::EmbeddingBwd::order_numel(dy.device().type, vocab, ids.numel())}, kI32);
+  kernels::embedding_bwd(current_stream(),
+                         {.dw = dw.view.raw_data(),
+                          .order = order.data<int32_t>(),
+                          .dy = dy.raw_data(),
+                          .ids = ids.raw_data(),
+                          .dw_dtype = dw.view.dtype(),
+                          .dtype = dy.dtype(),
+                          .ids_dtype = ids.dtype(),
+                          .rows = ids.numel(),
+                          .cols = cols,
+                          .vocab = vocab,
+                          .dw_stride = dw.view.is_contiguous() ? cols : dw.view.row_stride(),
+                          .accumulate = dw.accumulate,
+                          .first = first});
+}
+
+}  // namespace
+
 Tensor embedding(const Tensor& ids_input, const Tensor& weight_input) {
   TESSERA_CHECK_DTYPE(ids_input.dtype() == kI32 || ids_input.dtype() == kI64,
                       "embedding: ids must be i32 or i64, got {}", ids_input.dtype());
@@ -58,32 +85,21 @@ Tensor embedding(const Tensor& ids_input, const Tensor& weight_input) {
                                               .cols = cols,
                                               .vocab = vocab});
   }
-  return record("embedding", {weight_input}, y, [ids = save(ids)](const Tensor& dy, Grads& g) {
-    if (!g.wanted(0)) return;
-    kernels::Destination destination(g, 0);
-    const GradDst& dw = destination.claim(is_row_addressable, dy.dtype());
-    const int64_t vocab = dw.view.dim(0), cols = dw.view.dim(1);
-    if (dw.view.numel() != 0) {
-      const Tensor dy_rows = dy.contiguous();
-      const DeviceType device = dy_rows.device().type;
-      const Tensor order =
-          empty({kernels::EmbeddingBwd::order_numel(device, vocab, ids->numel())}, kI32);
-      kernels::embedding_bwd(current_stream(),
-                             {.dw = dw.view.raw_data(),
-                              .order = order.data<int32_t>(),
-                              .dy = dy_rows.raw_data(),
-                              .ids = ids->raw_data(),
-                              .dw_dtype = dw.view.dtype(),
-                              .dtype = dy.dtype(),
-                              .ids_dtype = ids->dtype(),
-                              .rows = ids->numel(),
-                              .cols = cols,
-                              .vocab = vocab,
-                              .dw_stride = dw.view.is_contiguous() ? cols : dw.view.row_stride(),
-                              .accumulate = dw.accumulate});
-    }
-    destination.finish();
-  });
+  // Not held where it is the result of an op: only a leaf has an owner that may want rows.
+  const Tensor leaf = weight_input.is_leaf() ? weight_input : Tensor{};
+  return record(
+      "embedding", {weight_input}, y, [ids = save(ids), leaf](const Tensor& dy, Grads& g) {
+        if (!g.wanted(0)) return;
+        const Tensor dy_rows = dy.contiguous();
+        if (RowGradSink* sink = row_sink(leaf)) {
+          return sink->add_rows(leaf, [ids = ids.get(), dy_rows](const GradDst& dw, int64_t begin) {
+            add_up_rows(dw, begin, ids, dy_rows);
+          });
+        }
+        kernels::Destination destination(g, 0);
+        add_up_rows(destination.claim(is_row_addressable, dy.dtype()), 0, ids.get(), dy_rows);
+        destination.finish();
+      });
 }
 
 }  // namespace tessera

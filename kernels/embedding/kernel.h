@@ -17,8 +17,8 @@ struct EmbeddingFwd {
 };
 TESSERA_DECLARE_KERNEL(embedding_fwd, EmbeddingFwd);
 
-/// dw[v, :] = sum of dy[r, :] over the r with ids[r] == v, in order; or += with `accumulate`.
-/// dw may be row-strided, the rest is contiguous.
+/// dw[v, :] = sum of dy[r, :] over the r with ids[r] == first + v, in order; or += with
+/// `accumulate`: rows of the table from `first` on. dw may be row-strided, the rest is contiguous.
 /// `order`: order_numel i32, scratch (ends of the rows' runs, then positions sorted by id, which
 /// are sorted from one half into the other on CUDA).
 struct EmbeddingBwd {
@@ -27,8 +27,11 @@ struct EmbeddingBwd {
   const void* dy;
   const void* ids;
   DType dw_dtype, dtype, ids_dtype;
-  int64_t rows, cols, vocab, dw_stride;
+  int64_t rows, cols;
+  int64_t vocab;  ///< rows of dw
+  int64_t dw_stride;
   bool accumulate = false;
+  int64_t first = 0;  ///< ids outside of [first, first + vocab) go nowhere
   static int64_t order_numel(DeviceType device, int64_t vocab, int64_t rows) {
     return vocab + (device == DeviceType::kCuda ? 2 : 1) * rows;
   }

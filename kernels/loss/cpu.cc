@@ -131,16 +131,20 @@ void cross_entropy_bwd_rows(const CrossEntropyBwd& a) {
   const C scale = *static_cast<const C*>(a.scale), cap = static_cast<C>(a.softcap);
   for_each_row(a.rows, a.vocab, [&](int64_t row) {
     D* dst = static_cast<D*>(a.dlogits) + row * a.dlogits_row_stride;
-    const int64_t target = target_at(a.targets, row);
-    if (target == a.targets.ignore_index) return zero_row(dst, a.vocab, a.accumulate);
+    if (target_at(a.targets, row) == a.targets.ignore_index) {
+      return zero_row(dst, a.vocab, a.accumulate);
+    }
+    const int64_t target = target_at(a.targets, row) - a.first;  // a column, if it is one of these
+    const bool has_target = target >= 0 && target < a.vocab;
     const T* x = static_cast<const T*>(a.logits) + row * a.row_stride;
     const C max = static_cast<const C*>(a.stats)[2 * row];
     const C log_sum = static_cast<const C*>(a.stats)[2 * row + 1];
     // The target's own, where p - 1 cancels, from an accurate exponential. Its inputs are read
     // before the row is written over them.
-    const C before = a.accumulate ? C(dst[target]) : C(0);
+    const C before = a.accumulate && has_target ? C(dst[target]) : C(0);
+    const C target_logit = has_target ? C(x[target]) : C(0);
     if (cap > 0) {
-      const C t = capped_fraction_of<C>(C(x[target]), cap);
+      const C t = capped_fraction_of<C>(target_logit, cap);
       const C at_target =
           before + (tessera::cpu::exp((t * cap - max) - log_sum) - 1) * scale * (1 - t * t);
       write_row<D, C>(dst, a.vocab, a.accumulate, [=](int64_t c, auto lanes) {
@@ -148,22 +152,21 @@ void cross_entropy_bwd_rows(const CrossEntropyBwd& a) {
         return exp_lanes<Accuracy>((t_lanes * cap - max) - log_sum) * scale *
                (1 - t_lanes * t_lanes);
       });
-      return assign(dst[target], at_target);
+      if (has_target) assign(dst[target], at_target);
+      return;
     }
-    const C at_target = before + (tessera::cpu::exp((C(x[target]) - max) - log_sum) - 1) * scale;
+    const C at_target = before + (tessera::cpu::exp((target_logit - max) - log_sum) - 1) * scale;
     write_row<D, C>(dst, a.vocab, a.accumulate, [=](int64_t c, auto lanes) {
       return exp_lanes<Accuracy>((load_lanes<C>(x + c, lanes) - max) - log_sum) * scale;
     });
-    assign(dst[target], at_target);
+    if (has_target) assign(dst[target], at_target);
   });
 }
 
 template <class C, class D>
 void cross_entropy_fused_rows(const CrossEntropyFused& a) {
-  constexpr int64_t kMaxBlocks = 512;
   const C scale = *static_cast<const C*>(a.scale);
-  // Blocks that are few enough for the array below.
-  const int64_t width = std::max(kBlock, (a.vocab / kMaxBlocks / 256 + 1) * 256);
+  const int64_t width = CrossEntropyFused::block_cols(a.vocab);
   const int64_t ratio = static_cast<int64_t>(sizeof(C) / sizeof(D));
   for_each_row(a.rows, a.vocab, [&](int64_t row) {
     C* x = static_cast<C*>(a.logits) + row * a.row_stride;
@@ -174,7 +177,8 @@ void cross_entropy_fused_rows(const CrossEntropyFused& a) {
       return zero_row(dst, a.vocab, false);
     }
     const C target_logit = x[target];
-    C references[kMaxBlocks];  // the maximum that each block's exponentials were taken against
+    // The maximum that each block's exponentials were taken against.
+    C references[CrossEntropyFused::kMaxBlocks];
     OnlineSum<C> online;
     for (int64_t first = 0, k = 0; first < a.vocab; first += width, ++k) {
       const int64_t count = std::min(width, a.vocab - first);
@@ -187,6 +191,11 @@ void cross_entropy_fused_rows(const CrossEntropyFused& a) {
                                         });
     }
     static_cast<C*>(a.losses)[row] = std::log(online.sum) - (target_logit - online.max);
+    if (a.stats != nullptr) {
+      C* const stats = static_cast<C*>(a.stats) + row * a.stats_stride;
+      stats[0] = online.max, stats[1] = online.sum;
+      std::copy_n(references, a.stats_stride - 2, stats + 2);
+    }
     const C inverse_sum = scale / online.sum;
     for (int64_t first = 0, k = 0; first < a.vocab; first += width, ++k) {
       const C factor = tessera::cpu::exp(references[k] - online.max) * inverse_sum;
@@ -196,6 +205,38 @@ void cross_entropy_fused_rows(const CrossEntropyFused& a) {
           [=](int64_t c, auto lanes) { return load_lanes<C>(block + c, lanes) * factor; });
     }
     assign(dst[target], tessera::cpu::exp(target_logit - online.max) * inverse_sum - scale);
+  });
+}
+
+/// Columns [first, first + vocab) of what cross_entropy_fused_rows made of the same logits.
+template <class C, class D>
+void cross_entropy_fused_again(const CrossEntropyBwd& a) {
+  const C scale = *static_cast<const C*>(a.scale);
+  const int64_t width = CrossEntropyFused::block_cols(a.last_class());
+  for_each_row(a.rows, a.vocab, [&](int64_t row) {
+    const C* x = static_cast<const C*>(a.logits) + row * a.row_stride;
+    D* dst = static_cast<D*>(a.dlogits) + row * a.dlogits_row_stride;
+    if (target_at(a.targets, row) == a.targets.ignore_index) return zero_row(dst, a.vocab, false);
+    const int64_t target = target_at(a.targets, row) - a.first;
+    const bool has_target = target >= 0 && target < a.vocab;
+    const C target_logit = has_target ? x[target] : C(0);
+    const C* const stats = static_cast<const C*>(a.stats) + row * a.stats_stride;
+    const C max = stats[0], inverse_sum = scale / stats[1];
+    for (int64_t begin = 0; begin < a.vocab;) {
+      const int64_t block = (a.first + begin) / width;
+      const int64_t end = std::min(a.vocab, (block + 1) * width - a.first);
+      const C block_max = stats[2 + block];
+      const C reference = block_max == kLowest<C> ? C(0) : block_max;
+      const C factor = tessera::cpu::exp(block_max - max) * inverse_sum;
+      const C* part = x + begin;
+      write_row<D, C>(dst + begin, end - begin, false, [=](int64_t c, auto lanes) {
+        return exp_lanes<C>(load_lanes<C>(part + c, lanes) - reference) * factor;
+      });
+      begin = end;
+    }
+    if (has_target) {
+      assign(dst[target], tessera::cpu::exp(target_logit - max) * inverse_sum - scale);
+    }
   });
 }
 
@@ -250,6 +291,13 @@ void cross_entropy_fwd(const CrossEntropyFwd& a) {
 }
 
 void cross_entropy_bwd(const CrossEntropyBwd& a) {
+  if (a.of_fused) {
+    if (a.dtype == kF64) return cross_entropy_fused_again<double, double>(a);
+    return visit_types(a.targets.op, kF32, a.dlogits_dtype, [&](auto, auto d) {
+      using D = typename decltype(d)::type;
+      if constexpr (!std::is_same_v<D, double>) cross_entropy_fused_again<float, D>(a);
+    });
+  }
   visit_types(a.targets.op, a.dtype, a.dlogits_dtype, [&](auto t, auto d) {
     cross_entropy_bwd_rows<typename decltype(t)::type, typename decltype(d)::type>(a);
   });

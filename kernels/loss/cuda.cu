@@ -201,18 +201,20 @@ template <class T, class D, int W>
 __global__ void __launch_bounds__(kRowBlock, 3)
     cross_entropy_bwd_kernel(const CrossEntropyBwd p, bool is_ordered) {
   const int64_t row = blockIdx.x;
-  const int64_t target = target_at(p.targets, row);
+  const int64_t target_class = target_at(p.targets, row);
   D* const dst = static_cast<D*>(p.dlogits) + row * p.dlogits_row_stride;
-  if (target == p.targets.ignore_index) {
+  if (target_class == p.targets.ignore_index) {
     if (!p.accumulate) zero_cols<kRowBlock, W>(dst, p.vocab);
     return;
   }
   const T* const x = static_cast<const T*>(p.logits) + row * p.row_stride;
   const float max = static_cast<const float*>(p.stats)[2 * row];
-  const float log_sum = static_cast<const float*>(p.stats)[2 * row + 1];
-  const bool is_class = target >= 0 && target < p.vocab;
+  const float log_sum = static_cast<const float*>(p.stats)[2 * row + 1];  // of_fused: the sum
+  const bool is_class =
+      target_class >= 0 && target_class < (p.num_classes > 0 ? p.num_classes : p.vocab);
+  const int64_t target = target_class - p.first;
   const float scale = is_class ? *static_cast<const float*>(p.scale) : NAN;
-  const float inner = 2.0f * kLog2E / p.softcap;
+  const float inner = 2.0f * kLog2E / p.softcap, factor = scale / log_sum;
   for (int64_t step = 0; step < num_steps<kRowBlock, W>(p.vocab); ++step) {
     Floats<W> values[kUnroll];
 #pragma unroll
@@ -230,6 +232,8 @@ __global__ void __launch_bounds__(kRowBlock, 3)
           const float t = capped_fraction(values[u][i], inner);
           const float p_col = exp_approx((p.softcap * t - max) - log_sum);
           values[u][i] = (p_col * scale - at_target) * (1.0f - t * t);
+        } else if (p.of_fused) {
+          values[u][i] = exp_approx(values[u][i] - max) * factor - at_target;
         } else {
           const float p_col = exp_approx((values[u][i] - max) - log_sum);
           values[u][i] = p_col * scale - at_target;
@@ -278,6 +282,10 @@ __global__ void __launch_bounds__(kBlock)
 
   const float scale = is_class ? *static_cast<const float*>(p.scale) : NAN;
   const float factor = scale / online.sum, reference = online.reference();
+  if (p.stats != nullptr && threadIdx.x == 0) {
+    static_cast<float*>(p.stats)[2 * row] = reference;
+    static_cast<float*>(p.stats)[2 * row + 1] = online.sum;
+  }
   const auto store = [&](int64_t col, Floats<W>& values) {
 #pragma unroll
     for (int i = 0; i < W; ++i) {

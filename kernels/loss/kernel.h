@@ -1,5 +1,8 @@
 #pragma once
 
+#include <algorithm>
+#include <cstdint>
+
 #include "core/dtype.h"
 #include "core/runtime/dispatch.h"
 
@@ -37,10 +40,11 @@ TESSERA_DECLARE_KERNEL(cross_entropy_fwd, CrossEntropyFwd);
 /// dlogits[r][c] = (exp(log p[r][c]) - [c == target]) * scale, 0 for an ignored row; with a soft-cap
 /// times its derivative, 1 - tanh(logits / softcap)^2.
 /// dlogits may be logits, also if its dtype is narrower: a row then starts at the same byte.
+/// Columns [first, first + vocab) of all classes, with the bits that they have beside the others.
 struct CrossEntropyBwd {
   void* dlogits;
   const void* logits;
-  const void* stats;  ///< [rows, 2] of the forward
+  const void* stats;  ///< [rows, 2] of the forward; with `of_fused`, what CrossEntropyFused left
   Targets targets;
   const void* scale;    ///< one f32 (f64 for f64 logits) on the device: the upstream gradient
   DType dtype;          ///< of logits
@@ -49,6 +53,10 @@ struct CrossEntropyBwd {
   int64_t rows, vocab;
   int64_t row_stride, dlogits_row_stride;  ///< elements
   float softcap = 0;                       ///< that of the forward
+  int64_t first = 0, num_classes = 0;      ///< num_classes = 0: vocab, all of them
+  bool of_fused = false;                   ///< the bits of CrossEntropyFused; no soft-cap then
+  int64_t stats_stride = 2;                ///< elements between rows of stats
+  int64_t last_class() const { return num_classes > 0 ? num_classes : vocab; }
   Cost cost() const;
 };
 TESSERA_DECLARE_KERNEL(cross_entropy_bwd, CrossEntropyBwd);
@@ -64,6 +72,20 @@ struct CrossEntropyFused {
   DType dlogits_dtype;
   int64_t rows, vocab;
   int64_t row_stride;  ///< elements of logits
+  /// [rows, stats_stride], f32 (f64), by which CrossEntropyBwd makes the same gradients again, or
+  /// absent: maximum, sum of the exponentials, on the CPU also the maximum that each block's were
+  /// taken against.
+  void* stats = nullptr;
+  int64_t stats_stride = 0;  ///< num_stats
+  static int64_t num_stats(DeviceType device, int64_t vocab) {
+    return 2 +
+           (device == DeviceType::kCpu ? (vocab + block_cols(vocab) - 1) / block_cols(vocab) : 0);
+  }
+  static constexpr int64_t kMaxBlocks = 512;
+  /// Columns of a block on the CPU: no more than kMaxBlocks of them.
+  static int64_t block_cols(int64_t vocab) {
+    return std::max<int64_t>(1024, (vocab / kMaxBlocks / 256 + 1) * 256);
+  }
   Cost cost() const;
 };
 TESSERA_DECLARE_KERNEL(cross_entropy_fused, CrossEntropyFused);

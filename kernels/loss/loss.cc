@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <cmath>
+#include <optional>
 
 #include "core/autograd.h"
+#include "core/row_gradients.h"
 #include "kernels/destination.h"
 #include "kernels/loss/kernel.h"
 #include "kernels/matmul/kernel.h"
@@ -39,7 +41,7 @@ Cost CrossEntropyBwd::cost() const {
   return Cost((softcap > 0 ? 10.0 : 4.0) * static_cast<double>(rows * vocab))
       .read(logits, span_nbytes(rows, vocab, row_stride, dtype))
       .read(targets.data, nbytes_of(targets, rows))
-      .read(stats, 2 * rows * stat_size(dtype))
+      .read(stats, rows * stats_stride * stat_size(dtype))
       .read(scale, stat_size(dtype))
       .write_or_accumulate(dlogits, span_nbytes(rows, vocab, dlogits_row_stride, dlogits_dtype),
                            accumulate);
@@ -51,7 +53,8 @@ Cost CrossEntropyFused::cost() const {
       .read(targets.data, nbytes_of(targets, rows))
       .read(scale, stat_size(dtype))
       .write(logits, span_nbytes(rows, vocab, row_stride, dtype))
-      .write(losses, rows * stat_size(dtype));
+      .write(losses, rows * stat_size(dtype))
+      .write(stats, rows * stats_stride * stat_size(dtype));
 }
 
 Cost LossTotal::cost() const {
@@ -115,6 +118,8 @@ struct LinearLoss {
   float softcap = 0;
   int64_t rows = 0, width = 0, vocab = 0, chunk_rows = 0;
   int64_t stride = 0;  ///< elements between rows of logits
+  // w and dw are rows [first, first + vocab) of a matrix of num_classes.
+  int64_t first_class = 0, num_classes = 0;
 
   static constexpr const char* kOp = "linear_cross_entropy";
 
@@ -126,6 +131,20 @@ struct LinearLoss {
     for (int64_t first = 0; first < rows; first += chunk_rows) {
       f(first, std::min(chunk_rows, rows - first));
     }
+  }
+  /// The same for rows [begin, begin + count) of w alone. Its chunks are those of the whole.
+  LinearLoss rows_of_w(int64_t begin, int64_t count) const {
+    LinearLoss part = *this;
+    part.w = w.narrow(0, begin, count);
+    part.vocab = count, part.first_class = begin, part.num_classes = vocab;
+    part.stride = choose_stride(count, x.device().type);
+    return part;
+  }
+  /// On CUDA rows of logits, and of gradients in their place, start at 256 bytes whatever the
+  /// vocabulary: vectors for the loss, and layouts that the products' fastest kernels accept.
+  static int64_t choose_stride(int64_t vocab, DeviceType device) {
+    constexpr int64_t kMultiple = 64;
+    return device == DeviceType::kCuda ? (vocab + kMultiple - 1) / kMultiple * kMultiple : vocab;
   }
   Tensor make_buffer() const { return empty({std::min(chunk_rows, rows), stride}, logits_dtype()); }
   const void* x_row(int64_t row) const { return at(x, row * width); }
@@ -163,6 +182,7 @@ struct LinearLoss {
     a.trans_a = true;
     a.m = vocab, a.n = width, a.k = count;
     a.lda = dlogits_stride(), a.ldb = width, a.ldc = width;
+    a.first_row = first_class, a.num_rows = num_classes;
     kernels::matmul(current_stream(), a);
   }
 };
@@ -200,32 +220,54 @@ class WeightGradient {
   bool is_direct_ = true;
 };
 
+/// What gradients are made of beside the logits: [rows, stride], left by the kernel that had the whole
+/// rows of logits.
+struct RowStats {
+  Tensor values;
+  bool of_fused = false;
+  int64_t stride = 2;
+
+  static RowStats make(const LinearLoss& loss, int64_t rows, bool of_fused = false) {
+    RowStats stats{{}, of_fused};
+    if (of_fused) {
+      stats.stride = kernels::CrossEntropyFused::num_stats(loss.x.device().type, loss.vocab);
+    }
+    stats.values = empty({rows, stats.stride}, loss.logits_dtype());
+    return stats;
+  }
+  void* at(int64_t row) const {
+    return values.is_defined() ? LinearLoss::at(values, stride * row) : nullptr;
+  }
+};
+
 /// losses[first ...] and statistics (if they are wanted, `stats` of `stats_row` on) of the rows whose
 /// logits are in `buffer`.
-void lose_rows(const LinearLoss& loss, const Tensor& losses, const Tensor& stats, int64_t stats_row,
-               const Tensor& buffer, int64_t first, int64_t count) {
+void lose_rows(const LinearLoss& loss, const Tensor& losses, const RowStats& stats,
+               int64_t stats_row, const Tensor& buffer, int64_t first, int64_t count) {
   kernels::CrossEntropyFwd a{};
   a.losses = LinearLoss::at(losses, first), a.logits = buffer.raw_data();
-  a.stats = stats.is_defined() ? LinearLoss::at(stats, 2 * stats_row) : nullptr;
+  a.stats = stats.at(stats_row);
   a.targets = loss.targets_at(first), a.dtype = loss.logits_dtype();
   a.rows = count, a.vocab = loss.vocab, a.row_stride = loss.stride, a.softcap = loss.softcap;
   kernels::cross_entropy_fwd(current_stream(), a);
 }
 
 /// Turns the logits in `buffer` into their gradients.
-void differentiate_rows(const LinearLoss& loss, const Tensor& stats, int64_t stats_row,
+void differentiate_rows(const LinearLoss& loss, const RowStats& stats, int64_t stats_row,
                         const Tensor& scale, const Tensor& buffer, int64_t first, int64_t count) {
   kernels::CrossEntropyBwd a{};
   a.dlogits = buffer.raw_data(), a.logits = buffer.raw_data();
-  a.stats = LinearLoss::at(stats, 2 * stats_row), a.scale = scale.raw_data();
+  a.stats = stats.at(stats_row), a.stats_stride = stats.stride, a.of_fused = stats.of_fused;
+  a.scale = scale.raw_data();
   a.targets = loss.targets_at(first);
   a.dtype = loss.logits_dtype(), a.dlogits_dtype = loss.x.dtype();
   a.rows = count, a.vocab = loss.vocab, a.row_stride = loss.stride;
   a.dlogits_row_stride = loss.dlogits_stride(), a.softcap = loss.softcap;
+  a.first = loss.first_class, a.num_classes = loss.num_classes;
   kernels::cross_entropy_bwd(current_stream(), a);
 }
 
-LossSum losses_only(const LinearLoss& loss, const Tensor& stats) {
+LossSum losses_only(const LinearLoss& loss, const RowStats& stats) {
   const Tensor losses = empty({loss.rows}, loss.logits_dtype());
   const Tensor buffer = loss.make_buffer();
   loss.for_each_chunk([&](int64_t first, int64_t count) {
@@ -236,7 +278,7 @@ LossSum losses_only(const LinearLoss& loss, const Tensor& stats) {
 }
 
 /// The backward of `losses_only`: each chunk's logits once more.
-void gradients_again(const LinearLoss& loss, const Tensor& stats, const Tensor& scale,
+void gradients_again(const LinearLoss& loss, const RowStats& stats, const Tensor& scale,
                      const GradDst& dx, WeightGradient& dw) {
   const Tensor buffer = loss.make_buffer();
   loss.for_each_chunk([&](int64_t first, int64_t count) {
@@ -248,24 +290,63 @@ void gradients_again(const LinearLoss& loss, const Tensor& stats, const Tensor& 
   dw.finish();
 }
 
+/// Rows [begin, end) of dw, of a block of rows of w that `dst` begins or ends in or lies in.
+void weight_block(const LinearLoss& loss, const RowStats& stats, const Tensor& scale, int64_t begin,
+                  int64_t end, const GradDst& dst, int64_t dst_begin) {
+  const int64_t first = std::max(begin, dst_begin);
+  const int64_t count = std::min(end, dst_begin + dst.view.dim(0)) - first;
+  const Tensor wanted = dst.view.narrow(0, first - dst_begin, count);
+  GradDst block{wanted, dst.accumulate};
+  const bool is_whole = count == end - begin;
+  if (!is_whole) {
+    block.view = zeros({end - begin, loss.width}, dst.view.dtype());
+    if (dst.accumulate) block.view.narrow(0, first - begin, count).copy_(wanted);
+  }
+  const LinearLoss part = loss.rows_of_w(begin, end - begin);
+  WeightGradient dw(part, block);
+  gradients_again(part, stats, scale, {}, dw);
+  if (!is_whole) Tensor(wanted).copy_(block.view.narrow(0, first - begin, count));
+}
+
+/// dw by rows, when somebody wants them: their logits once more. Whatever rows are asked for, they
+/// are computed in the same blocks, since a row's bits may depend on how many are beside it.
+GradRows weight_rows(const LinearLoss& loss, const RowStats& stats, const Tensor& scale) {
+  return [loss, stats, scale](const GradDst& dst, int64_t begin) {
+    constexpr int64_t kBlock = 512, kLeast = 64;  // rows
+    const int64_t last = begin + dst.view.dim(0);
+    // The last block has the rest if that is little.
+    const int64_t num_blocks = std::max<int64_t>(1, (loss.vocab + kBlock - kLeast) / kBlock);
+    for (int64_t k = std::min(begin / kBlock, num_blocks - 1); k < num_blocks && k * kBlock < last;
+         ++k) {
+      const int64_t end = k + 1 == num_blocks ? loss.vocab : (k + 1) * kBlock;
+      weight_block(loss, stats, scale, k * kBlock, end, dst, begin);
+    }
+  };
+}
+
 /// Losses and gradients in one pass over the chunks. The fused kernel has no soft-cap: what it puts
-/// in place of the logits are exponentials, which do not give the slope of the cap back.
+/// in place of the logits are exponentials, which do not give the slope of the cap back. `kept`:
+/// statistics of all rows, or null.
 LossSum losses_and_gradients(const LinearLoss& loss, const Tensor& scale, const GradDst& dx,
-                             WeightGradient& dw) {
+                             WeightGradient& dw, const RowStats* kept) {
   const Tensor losses = empty({loss.rows}, loss.logits_dtype());
   const Tensor buffer = loss.make_buffer();
-  const Tensor stats = loss.softcap > 0 ? empty({buffer.dim(0), 2}, loss.logits_dtype()) : Tensor{};
+  RowStats of_chunk;
+  if (loss.softcap > 0 && kept == nullptr) of_chunk = RowStats::make(loss, buffer.dim(0));
   loss.for_each_chunk([&](int64_t first, int64_t count) {
     loss.make_logits(buffer, first, count);
     if (loss.softcap > 0) {
-      lose_rows(loss, losses, stats, 0, buffer, first, count);
-      differentiate_rows(loss, stats, 0, scale, buffer, first, count);
+      const RowStats& stats = kept != nullptr ? *kept : of_chunk;
+      const int64_t row = kept != nullptr ? first : 0;
+      lose_rows(loss, losses, stats, row, buffer, first, count);
+      differentiate_rows(loss, stats, row, scale, buffer, first, count);
     } else {
       kernels::CrossEntropyFused a{};
       a.losses = LinearLoss::at(losses, first), a.logits = buffer.raw_data();
       a.targets = loss.targets_at(first), a.scale = scale.raw_data();
       a.dtype = loss.logits_dtype(), a.dlogits_dtype = loss.x.dtype();
       a.rows = count, a.vocab = loss.vocab, a.row_stride = loss.stride;
+      if (kept != nullptr) a.stats = kept->at(first), a.stats_stride = kept->stride;
       kernels::cross_entropy_fused(current_stream(), a);
     }
     if (dx) loss.make_dx(dx, buffer, first, count);
@@ -284,14 +365,6 @@ int64_t choose_chunk_rows(const LinearLoss& loss, int64_t requested) {
   const int64_t limit = std::max(min_rows, buffer_nbytes / row_nbytes);
   const int64_t num_chunks = std::max<int64_t>(1, (loss.rows + limit - 1) / limit);
   return std::max<int64_t>(1, (loss.rows + num_chunks - 1) / num_chunks);  // of equal length
-}
-
-/// On CUDA rows of logits, and of gradients in their place, start at 256 bytes whatever the
-/// vocabulary: vectors for the loss, and layouts that the products' fastest kernels accept.
-int64_t choose_stride(const LinearLoss& loss) {
-  if (loss.x.device().type != DeviceType::kCuda) return loss.vocab;
-  constexpr int64_t kMultiple = 64;
-  return (loss.vocab + kMultiple - 1) / kMultiple * kMultiple;
 }
 
 LinearLoss make_linear_loss(const Tensor& x, const Tensor& w, const Tensor& targets,
@@ -314,7 +387,7 @@ LinearLoss make_linear_loss(const Tensor& x, const Tensor& w, const Tensor& targ
   LinearLoss loss{x.contiguous().detach(), w.contiguous().detach(), targets.contiguous(),
                   options.ignore_index, options.softcap};
   loss.width = x.dim(-1), loss.vocab = w.dim(0), loss.rows = x.numel() / loss.width;
-  loss.stride = choose_stride(loss);
+  loss.stride = LinearLoss::choose_stride(loss.vocab, x.device().type);
   loss.chunk_rows = choose_chunk_rows(loss, options.chunk_rows);
   return loss;
 }
@@ -324,15 +397,20 @@ LossSum with_early_gradients(const LinearLoss& loss, const Tensor& x, const Tens
   GradDst dx, dw;
   if (x.requires_grad()) dx.view = empty(x.shape(), x.dtype());
   const bool is_leaf = w.is_leaf();
-  if (w.requires_grad()) {
+  RowGradSink* const sink = w.requires_grad() ? row_sink(w) : nullptr;
+  std::optional<RowStats> stats;
+  if (sink != nullptr) {
+    stats = RowStats::make(loss, loss.rows, /*of_fused=*/loss.softcap == 0);
+  } else if (w.requires_grad()) {
     dw = is_leaf ? leaf_destination(w) : GradDst{empty(w.shape(), w.dtype()), false};
   }
   LossSum result;
   {
     NoGrad no_grad;
     WeightGradient weight_gradient(loss, dw);
-    result = losses_and_gradients(loss, scale, dx, weight_gradient);
+    result = losses_and_gradients(loss, scale, dx, weight_gradient, stats ? &*stats : nullptr);
   }
+  if (sink != nullptr) sink->add_rows(w, weight_rows(loss, *stats, scale));
   if (dw && is_leaf) leaf_written(w), dw = {};
   result.sum = record(LinearLoss::kOp, {x, w}, result.sum,
                       [dx = dx.view, dw = dw.view](const Tensor&, Grads& g) {
@@ -391,21 +469,31 @@ LossSum linear_cross_entropy(const Tensor& x, const Tensor& w, const Tensor& tar
   if (needs_gradients && options.grad_scale.is_defined()) {
     return with_early_gradients(loss, x, w, options.grad_scale);
   }
-  const Tensor stats = needs_gradients ? empty({loss.rows, 2}, loss.logits_dtype()) : Tensor{};
+  RowStats stats;
+  if (needs_gradients) stats = RowStats::make(loss, loss.rows);
   LossSum result = losses_only(loss, stats);
+  const Tensor leaf = w.is_leaf() ? w : Tensor{};
   result.sum = record(
       LinearLoss::kOp, {x, w}, result.sum,
       [loss, x_saved = save(loss.x), w_saved = save(loss.w), targets_saved = save(loss.targets),
-       stats = save(stats)](const Tensor& dy, Grads& g) {
+       stats, leaf](const Tensor& dy, Grads& g) {
         x_saved.get(), w_saved.get(), targets_saved.get();  // unchanged since the forward
-        Destination dx(g, 0);
-        const GradDst& dx_slot = dx.claim(
-            [&](const Tensor& t) { return t.dtype() == loss.x.dtype() && t.is_contiguous(); },
-            loss.x.dtype());
-        WeightGradient dw(loss, g.destination(1));
-        gradients_again(loss, stats, dy.to(loss.logits_dtype()), dx_slot, dw);
-        dx.finish();
-        if (g.wanted(1)) g.written(1);
+        const Tensor scale = dy.to(loss.logits_dtype());
+        RowGradSink* const sink = g.wanted(1) ? row_sink(leaf) : nullptr;
+        if (sink == nullptr || g.wanted(0)) {
+          Destination dx(g, 0);
+          const GradDst& dx_slot = dx.claim(
+              [&](const Tensor& t) { return t.dtype() == loss.x.dtype() && t.is_contiguous(); },
+              loss.x.dtype());
+          WeightGradient dw(loss, sink == nullptr ? g.destination(1) : GradDst{});
+          gradients_again(loss, stats, scale, dx_slot, dw);
+          dx.finish();
+        }
+        if (sink != nullptr) {
+          sink->add_rows(leaf, weight_rows(loss, stats, scale));
+        } else if (g.wanted(1)) {
+          g.written(1);
+        }
       });
   return result;
 }

@@ -29,6 +29,10 @@ struct Matmul {
   Activation activation = Activation::kGeluTanh;
   DType bias_dtype = kF32;  ///< dtype or f32
   int64_t m, n, k;
+  /// c is rows [first_row, first_row + m) of a product of num_rows (0: m itself). What cuts the whole
+  /// into tiles cuts the part: on the CPU it has the same bits, if it is more than one row, and in
+  /// f32 up to 512 terms.
+  int64_t first_row = 0, num_rows = 0;
   int64_t lda, ldb, ldc;  ///< elements between stored rows
   int64_t num_batches = 1;
   int64_t batch_stride_a = 0, batch_stride_b = 0, batch_stride_c = 0;  ///< elements

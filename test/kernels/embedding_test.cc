@@ -3,6 +3,7 @@
 #include "kernels/elementwise/elementwise.h"
 #include "kernels/embedding/kernel.h"
 #include "kernels/pointwise/pointwise.h"
+#include "test/kernels/row_sink.h"
 #include "test/testing.h"
 
 using namespace tessera;
@@ -95,6 +96,29 @@ TEST_CASE("embedding: dw in every dtype, written or accumulated, repeated and mi
           for (double& v : sums) v += accumulate ? 1 : 0;
           check_close(dw.to_vector(), sums, tol(dw_dtype, 123));
         }
+      }
+    }
+  }
+}
+
+TEST_CASE("embedding: rows of dw that are asked for later have the bits of the whole",
+          "[embedding]") {
+  const Tensor ids = randint(0, 60, {3, 41}, kI64), more = randint(0, 97, {50}, kI32, 3);
+  for (const DType dtype : {kF32, kBF16}) {
+    for (const DType dw_dtype : {dtype, kF32}) {
+      const Tensor dy = randn({3, 41, 33}, dtype, 2), dy_more = randn({50, 33}, dtype, 4);
+      Tensor w = randn({97, 33}, dtype).set_requires_grad(true);
+      const Tensor whole = empty({97, 33}, dw_dtype);
+      set_grad_sink(w, std::make_shared<BufferSink>(whole, false));
+      backward(embedding(ids, w), dy);
+      backward(embedding(more, w), dy_more);
+      const auto sink = set_row_sink(w);
+      backward(embedding(ids, w), dy);
+      backward(embedding(more, w), dy_more);
+      REQUIRE(sink->num_added() == 2);
+      for (const int64_t at_once : {1, 7, 96, 97}) {
+        CAPTURE(name_of(dtype), name_of(dw_dtype), at_once);
+        CHECK(sink->gradient({97, 33}, dw_dtype, at_once).to_vector() == whole.to_vector());
       }
     }
   }

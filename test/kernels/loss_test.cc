@@ -5,6 +5,7 @@
 
 #include "core/runtime/context.h"
 #include "kernels/loss/kernel.h"
+#include "test/kernels/row_sink.h"
 #include "test/testing.h"
 
 // R rows, C model width, V vocabulary.
@@ -310,6 +311,45 @@ TEST_CASE("linear_cross_entropy: dw goes into the leaf's destination and adds th
     check_close(x.grad().to_vector(), scaled(ref.dx, 0.5 * pass), tol(dtype, 10), "dx");
   }
   CHECK(!w.grad().is_defined());
+}
+
+TEST_CASE("linear_cross_entropy: rows of dw that are asked for later have the bits of the whole",
+          "[loss]") {
+  const auto dtype = GENERATE(kF32, kBF16, kF64);
+  const auto slot_dtype = GENERATE(kF32, kBF16, kF64);
+  const auto softcap = GENERATE(0.0f, 2.0f);
+  const auto early = GENERATE(false, true);
+  if (slot_dtype != dtype && (dtype == kF64 || slot_dtype != kF32)) return;
+  // Blocks of exponentials in the fused loss have 1024 columns.
+  constexpr int64_t kRows = 37, kVocab = 2500, kWidth = 40;
+  const Tensor targets = make_targets(kRows, kVocab),
+               scale = full({}, 0.5, dtype == kF64 ? kF64 : kF32);
+  Tensor x = randn({kRows, kWidth}, dtype, 1), w = randn({kVocab, kWidth}, dtype, 2);
+  x.set_requires_grad(true), w.set_requires_grad(true);
+  for (const int64_t chunk_rows : {0, 16}) {
+    LinearCrossEntropyOptions options{.chunk_rows = chunk_rows, .softcap = softcap};
+    if (early) options.grad_scale = scale;
+    const Tensor whole = empty({kVocab, kWidth}, slot_dtype);
+    set_grad_sink(w, std::make_shared<FixedSink>(GradDst{whole, false}));
+    x.zero_grad();
+    const LossSum expected = linear_cross_entropy(x, w, targets, options);
+    backward(expected.sum, scale);
+    const Tensor dx = x.grad();
+    const auto sink = testing::set_row_sink(w);
+    x.zero_grad();
+    const LossSum loss = linear_cross_entropy(x, w, targets, options);
+    CHECK(sink->num_added() == (early ? 1 : 0));
+    backward(loss.sum, scale);
+    CHECK(sink->num_added() == 1);
+    CHECK(loss.sum.item() == expected.sum.item());
+    CHECK(x.grad().to_vector() == dx.to_vector());
+    for (const int64_t at_once : {333, 1024, 2499}) {
+      CAPTURE(name_of(dtype), name_of(slot_dtype), softcap, early, chunk_rows, at_once);
+      const bool is_same =
+          sink->gradient({kVocab, kWidth}, slot_dtype, at_once).to_vector() == whole.to_vector();
+      CHECK(is_same);
+    }
+  }
 }
 
 TEST_CASE("linear_cross_entropy: no rows, and no valid target", "[loss]") {

@@ -119,6 +119,48 @@ TEST_CASE("matmul: sgemm tiles and panels of several blocks equal the f64 produc
   check_kernel(kF16, kF16, {5, 7, 2050}, true, false);
 }
 
+TEST_CASE("matmul: a part of the rows has the bits of the whole product, tiles or not",
+          "[matmul]") {
+  struct Sizes {
+    int64_t m, n, k;
+  };
+  // Weight gradients: primitives, tiles of 384 and of 512 rows, panels; in bf16 tiles of depth too.
+  for (const Sizes& size : {Sizes{1031, 40, 70}, Sizes{1100, 768, 300}, Sizes{2100, 2048, 70}}) {
+    const auto [m, n, k] = size;
+    for (const DType dtype : {kF32, kBF16, kF16}) {
+      const Tensor a = randn({k, m}, dtype, 1), b = randn({k, n}, dtype, 2);
+      const Tensor whole = empty({m, n}), parts = empty({m, n});
+      kernels::Matmul args{.c = whole.raw_data(),
+                           .a = a.raw_data(),
+                           .b = b.raw_data(),
+                           .dtype = dtype,
+                           .c_dtype = kF32,
+                           .trans_a = true,
+                           .m = m,
+                           .n = n,
+                           .k = k,
+                           .lda = m,
+                           .ldb = n,
+                           .ldc = n};
+      kernels::matmul(current_stream(), args);
+      args.num_rows = m;
+      const std::vector<int64_t> cuts = {0, 2, 200, 512, 700, m};
+      for (size_t i = 0; i + 1 < cuts.size(); ++i) {
+        args.first_row = cuts[i], args.m = cuts[i + 1] - cuts[i];
+        args.c = parts.data<float>() + cuts[i] * n;
+        args.a =
+            static_cast<const char*>(a.raw_data()) + cuts[i] * static_cast<int64_t>(size_of(dtype));
+        kernels::matmul(current_stream(), args);
+      }
+      INFO(fmt::format("{}: m {} n {} k {}", dtype, m, n, k));
+      const Values actual = parts.to_vector(), expected = whole.to_vector();
+      int64_t num_different = 0;
+      for (size_t i = 0; i < actual.size(); ++i) num_different += actual[i] != expected[i];
+      CHECK(num_different == 0);
+    }
+  }
+}
+
 TEST_CASE("matmul: an empty sum is zero plus what is added, and empty results are fine",
           "[matmul]") {
   for (const DType dtype : {kF32, kBF16, kF16, kF64}) {

@@ -94,22 +94,28 @@ int64_t even_piece(int64_t numel, int64_t most) {
   return ((numel + pieces - 1) / pieces + 63) / 64 * 64;
 }
 
+/// Rows of the whole product that c is a part of.
+int64_t whole_rows(const Matmul& p) {
+  return p.num_rows > 0 ? p.num_rows : p.m;
+}
+
 TileSize tile_size(const Matmul& p) {
+  const int64_t m = whole_rows(p);
   if (p.num_batches != 1 || p.bias != nullptr || p.trans_b) return {};
   if (p.dtype == kF32) {
     // Wide matrices: rows a large power of two apart evict each other, and a small tile reads its
     // operands too often.
     const TileSize wide{512, 512, p.k};
-    if (!p.trans_a && p.k >= 1024 && p.m >= 256 && p.n >= 384) {
-      return p.m >= 1024 && p.n >= 2048 ? wide : TileSize{128, 384, p.k};
+    if (!p.trans_a && p.k >= 1024 && m >= 256 && p.n >= 384) {
+      return m >= 1024 && p.n >= 2048 ? wide : TileSize{128, 384, p.k};
     }
-    if (p.trans_a && p.k <= 1024 && p.m >= 2048 && p.n >= 2048) return wide;
-    if (p.trans_a && p.k <= 512 && p.m >= 768 && p.n >= 768) return {384, 384, p.k};
+    if (p.trans_a && p.k <= 1024 && m >= 2048 && p.n >= 2048) return wide;
+    if (p.trans_a && p.k <= 512 && m >= 768 && p.n >= 768) return {384, 384, p.k};
     return {};
   }
   // An f32 gradient of a weight: a tile's columns of dy fit the second cache level.
-  if (p.c_dtype != kF32 || !p.trans_a || p.k < 256 || p.m < 768 || p.n < 768) return {};
-  return {even_piece(p.m, 192), even_piece(p.n, 1024), p.m > 16384 ? 512 : 1024};
+  if (p.c_dtype != kF32 || !p.trans_a || p.k < 256 || m < 768 || p.n < 768) return {};
+  return {even_piece(m, 192), even_piece(p.n, 1024), m > 16384 ? 512 : 1024};
 }
 
 OnednnMatmul onednn_call(const Matmul& p) {
@@ -135,10 +141,12 @@ OnednnMatmul onednn_call(const Matmul& p) {
           .batch_stride_c = p.batch_stride_c};
 }
 
-/// The part of p that tile (row, col) of k in [depth, depth + k) is; false if oneDNN failed.
-bool run_tile(const Matmul& p, const TileSize& tile, int64_t row, int64_t col, int64_t depth) {
+/// The part of p that rows [row, row_end) of a tile from column `col` on are, of k in [depth,
+/// depth + k); false if oneDNN failed.
+bool run_tile(const Matmul& p, const TileSize& tile, int64_t row, int64_t row_end, int64_t col,
+              int64_t depth) {
   OnednnMatmul part = onednn_call(p);
-  part.m = std::min(tile.rows, p.m - row), part.n = std::min(tile.cols, p.n - col);
+  part.m = std::min(row_end, p.m) - row, part.n = std::min(tile.cols, p.n - col);
   part.k = std::min(tile.depth, p.k - depth), part.accumulate = p.accumulate || depth > 0;
   part.c = shift(p.c, p.c_dtype, row * p.ldc + col);
   part.a = shift(p.a, p.dtype, p.trans_a ? depth * p.lda + row : row * p.lda + depth);
@@ -154,13 +162,16 @@ bool run_tile(const Matmul& p, const TileSize& tile, int64_t row, int64_t col, i
 
 void product_tiles(const Matmul& p, const TileSize& tile) {
   const int64_t tiles_n = (p.n + tile.cols - 1) / tile.cols;
-  const int64_t tiles_m = (p.m + tile.rows - 1) / tile.rows;
+  // Tiles of the whole product: of the first and the last one maybe a part of the rows.
+  const int64_t first_tile = p.first_row / tile.rows;
+  const int64_t tiles_m = (p.first_row + p.m + tile.rows - 1) / tile.rows - first_tile;
   std::atomic<bool> is_ok = true;
   tessera::cpu::parallel_for(tiles_m * tiles_n, 1, [&](int64_t first, int64_t last) {
     for (int64_t t = first; t < last; ++t) {
-      const int64_t row = t / tiles_n * tile.rows, col = t % tiles_n * tile.cols;
+      const int64_t row_end = (first_tile + t / tiles_n + 1) * tile.rows - p.first_row;
+      const int64_t row = std::max<int64_t>(0, row_end - tile.rows), col = t % tiles_n * tile.cols;
       for (int64_t depth = 0; depth < p.k; depth += tile.depth) {
-        if (!run_tile(p, tile, row, col, depth)) is_ok = false;
+        if (!run_tile(p, tile, row, row_end, col, depth)) is_ok = false;
       }
     }
   });
