@@ -13,7 +13,8 @@ struct UnitUse {
   int pool = -1;  ///< of its gathered slot; -1: memory of its own
   bool is_trainable = true;
   bool keeps_part = false;  ///< a part stays after use, which gets out of date
-  int64_t gathered_nbytes = 0, gradient_nbytes = 0;
+  int64_t gathered_nbytes = 0, gradient_nbytes = 0;  ///< of gradients those of a reduce
+  int num_reduces = 1;                               ///< pieces in which gradients travel
 };
 
 /// What the actions so far have left: the state of each unit's parameters and the slots taken, with

@@ -101,6 +101,12 @@ struct FsdpOptions {
   /// factor of `clip_grad_norm`, which the optimizer then must be given, divide by the number of
   /// ranks (one rounding each, none for a power of two).
   bool average_gradients = false;
+  /// The gradient of a table (an embedding, a head) that is larger than the largest block's is
+  /// computed, reduced and dropped in pieces of at most that size ([Note: Pieces of a gradient] in
+  /// plan.h), in slots that blocks have anyway: the same bits, but for an f32 head whose GEMMs round
+  /// otherwise for fewer rows. A head's logits are computed once more. Of no effect where whole
+  /// gradients are kept (sync_every_micro_batch = kLast) or gradient shards live in host memory.
+  bool gradient_pieces = false;
   PrecisionOptions precision;
   Offload offload = Offload::kNone;
   /// Elements of a shard that the device holds at once of what is in host memory, three times; a

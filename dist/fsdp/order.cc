@@ -26,15 +26,21 @@ Order::Order(std::vector<UnitUse> units, std::vector<int> num_slots, const Order
 
 // ---- actions
 
-void Order::emit(ActionKind kind, int unit, Phase phase) {
+void Order::emit(ActionKind kind, int unit, Phase phase, int piece) {
   const int64_t nbytes = kind == ActionKind::kGather   ? ledger_.unit(unit).gathered_nbytes
                          : kind == ActionKind::kReduce ? ledger_.unit(unit).gradient_nbytes
                                                        : 0;
-  const Action action{kind, phase, unit, nbytes};
+  const Action action{kind, phase, unit, nbytes, piece};
   issuer_.act(action);
   const char* refusal = ledger_.apply(action);
   TESSERA_CHECK_AS(InternalError, refusal == nullptr, "order: {} of unit {}, but {}",
                    name_of(action), unit, refusal);
+}
+
+void Order::emit_reduces(int unit, Phase phase) {
+  for (int piece = 0; piece < ledger_.unit(unit).num_reduces; ++piece) {
+    emit(ActionKind::kReduce, unit, phase, piece);
+  }
 }
 
 void Order::gather(int unit, Phase phase) {
@@ -67,7 +73,7 @@ void Order::release(int unit) {
 }
 
 void Order::reduce(int unit) {
-  emit(ActionKind::kReduce, unit, accumulation.is_last ? Phase::kLast : Phase::kNone);
+  emit_reduces(unit, accumulation.is_last ? Phase::kLast : Phase::kNone);
   use(unit).is_reduce_due = use(unit).is_finished = false;
 }
 
@@ -401,7 +407,7 @@ void Order::complete_gradients() {
     join(unit);
     Use& u = use(unit);
     if (u.is_reduce_due) {  // the last backward did not
-      emit(ActionKind::kReduce, unit, Phase::kLast);
+      emit_reduces(unit, Phase::kLast);
       u.is_reduce_due = u.is_finished = false;
     }
     if (!ledger_.unit(unit).is_trainable || u.is_finished) continue;

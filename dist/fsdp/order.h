@@ -115,7 +115,8 @@ class Order {
 
   void begin_backward(int64_t generation);
   Use& use(int unit) { return uses_[static_cast<size_t>(unit)]; }
-  void emit(ActionKind kind, int unit, Phase phase = Phase::kNone);
+  void emit(ActionKind kind, int unit, Phase phase = Phase::kNone, int piece = 0);
+  void emit_reduces(int unit, Phase phase);
   void gather(int unit, Phase phase);
   void wait(int unit);
   void join(int unit);

@@ -151,7 +151,8 @@ void FsdpParts::make_slots() {
   };
   for (const auto& unit : units) {
     unit->gathered.set_pool(pool_at(unit->plan().gathered_pool));
-    unit->gradients.set_pool(pool_at(unit->plan().gradient_pool));
+    unit->gradients.set_pools(pool_at(unit->plan().gradient_pool),
+                              pool_at(unit->plan().piece_pool));
   }
   if (policy.offloads_gradients()) lanes.offloader->make_gradient_ring(plan.host_gradient_numel);
   lanes.make_scratch(plan.scratch);

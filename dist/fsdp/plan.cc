@@ -39,9 +39,88 @@ UnitPlan plan_unit(const UnitSpec& spec, const Policy& policy) {
     g.layout = std::move(layout);
     unit.groups.push_back(std::move(g));
   }
+  unit.piece_nbytes = unit.gradient_nbytes;
   unit.has_own_memory = policy.residence == Residence::kWhole ||
                         (policy.residence == Residence::kKeep && policy.gathers_in_place());
   return unit;
+}
+
+/// A matrix that is more than one piece.
+bool is_table(const Placement& p, DType grad_dtype, int64_t most_nbytes) {
+  return p.shape.num_dims() == 2 && nbytes_of(p.numel, grad_dtype) > most_nbytes;
+}
+
+/// Cuts a rank's part of each group in `num_pieces`; what a piece then takes in a slot.
+int64_t cut(UnitPlan& unit, int64_t num_pieces, const Policy& policy) {
+  int64_t piece_nbytes = 0;
+  for (GroupPlan& g : unit.groups) {
+    if (!g.layout.is_trainable) continue;
+    const int64_t own = g.layout.numel / policy.world_size;
+    g.piece_numel = round_up((own + num_pieces - 1) / num_pieces, kLayoutBlock);
+    int64_t widest = 0;  // row of a table
+    for (size_t i = 0; i < g.layout.placements.size(); ++i) {
+      if (g.kept_begin[i] < 0) widest = std::max(widest, g.layout.placements[i].shape[1]);
+    }
+    const int64_t margin = nbytes_of(round_up(widest, kLayoutBlock), g.grad_dtype);
+    g.piece_offset = piece_nbytes + margin;
+    piece_nbytes += round_up(
+        2 * margin + nbytes_of(policy.world_size * g.piece_numel, g.grad_dtype), kSlotAlignment);
+  }
+  return piece_nbytes;
+}
+
+/// Has a unit's gradients in pieces of at most `most_nbytes`, if that is possible and less.
+void plan_pieces(UnitPlan& unit, int64_t most_nbytes, const Policy& policy) {
+  const UnitPlan whole = unit;
+  bool has_table = false;
+  int64_t kept_nbytes = 0, largest_own = 0;
+  for (GroupPlan& g : unit.groups) {
+    if (!g.layout.is_trainable) continue;
+    int64_t kept = 0;
+    for (const Placement& p : g.layout.placements) {
+      const bool by_rows = is_table(p, g.grad_dtype, most_nbytes);
+      g.kept_begin.push_back(by_rows ? -1 : kept);
+      if (!by_rows) kept += round_up(p.numel, kLayoutBlock);
+      has_table = has_table || by_rows;
+    }
+    g.grad_slot_offset = kept_nbytes;
+    kept_nbytes += round_up(nbytes_of(kept, g.grad_dtype), kSlotAlignment);
+    largest_own = std::max(largest_own, g.layout.numel / policy.world_size);
+  }
+  const int64_t most_pieces = largest_own / kLayoutBlock;
+  if (has_table && cut(unit, most_pieces, policy) <= most_nbytes) {
+    int64_t num_pieces = (unit.gradient_nbytes + most_nbytes - 1) / most_nbytes;
+    for (; num_pieces <= most_pieces; ++num_pieces) {
+      unit.piece_nbytes = cut(unit, num_pieces, policy);
+      if (unit.piece_nbytes > most_nbytes) continue;
+      // Pieces are whole blocks of elements: fewer of them may be enough.
+      unit.num_pieces = 0;
+      for (const GroupPlan& g : unit.groups) {
+        if (!g.layout.is_trainable) continue;
+        const int64_t own = g.layout.numel / policy.world_size;
+        unit.num_pieces =
+            std::max(unit.num_pieces, static_cast<int>((own + g.piece_numel - 1) / g.piece_numel));
+      }
+      unit.gradient_nbytes = kept_nbytes;
+      return;
+    }
+  }
+  unit = whole;
+}
+
+void plan_pieces(Plan& plan, const Policy& policy) {
+  if (!policy.options.gradient_pieces || policy.keeps_whole_gradients() ||
+      policy.offloads_gradients()) {
+    return;
+  }
+  int64_t most_nbytes = 0;
+  for (const UnitPlan& u : plan.units) {
+    if (u.is_block) most_nbytes = std::max(most_nbytes, u.gradient_nbytes);
+  }
+  if (most_nbytes == 0) return;
+  for (UnitPlan& u : plan.units) {
+    if (!u.is_block && u.gradient_nbytes > most_nbytes) plan_pieces(u, most_nbytes, policy);
+  }
 }
 
 /// Gives the units of one class their slots.
@@ -50,7 +129,7 @@ void plan_pools(Plan& plan, const Policy& policy, bool is_block) {
   for (const UnitPlan& u : plan.units) {
     if (u.is_block != is_block) continue;
     gathered = std::max(gathered, u.gathered_nbytes);
-    gradient = std::max(gradient, u.gradient_nbytes);
+    if (u.num_pieces == 1) gradient = std::max(gradient, u.gradient_nbytes);
   }
   const auto make = [&plan](int64_t nbytes, int num_slots, bool is_gathered) {
     plan.pools.push_back({nbytes, num_slots, is_gathered});
@@ -72,13 +151,19 @@ void plan_pools(Plan& plan, const Policy& policy, bool is_block) {
       u.gathered_pool = make(u.gathered_nbytes, 1, true);
     }
     if (policy.keeps_whole_gradients() || u.gradient_nbytes == 0) continue;
-    if (u.is_tied || is_small(u.gradient_nbytes, gradient)) {
+    if (u.is_tied || u.num_pieces > 1 || is_small(u.gradient_nbytes, gradient)) {
       u.gradient_pool = make(u.gradient_nbytes, 1, false);
     } else {
       if (shared_gradient < 0)
         shared_gradient = make(gradient, is_block ? kGradientSlots : 1, false);
       u.gradient_pool = shared_gradient;
     }
+  }
+  if (!is_block) return;
+  for (UnitPlan& u : plan.units) {
+    if (u.num_pieces == 1) continue;
+    if (shared_gradient < 0) shared_gradient = make(gradient, kGradientSlots, false);
+    u.piece_pool = shared_gradient;
   }
 }
 
@@ -89,21 +174,23 @@ ScratchPlan plan_scratch(const Plan& plan, const Policy& policy, const StagingNb
   for (const UnitPlan& u : plan.units) {
     for (const GroupPlan& g : u.groups) {
       if (!g.layout.is_trainable) continue;
+      // What a rank of a shard group gets of a reduce.
+      const int64_t shard = g.piece_numel > 0 ? g.piece_numel * mesh.replicate_size : g.shard_numel;
       if (g.wire_dtype != g.grad_dtype && (policy.world_size > 1 || policy.is_reproducible())) {
         scratch.wire_nbytes =
-            std::max(scratch.wire_nbytes, nbytes_of(g.layout.numel, g.wire_dtype));
+            std::max(scratch.wire_nbytes, nbytes_of(shard * mesh.shard_size, g.wire_dtype));
       }
       if (mesh.shard_size > 1) {
-        scratch.staging_nbytes =
-            std::max(scratch.staging_nbytes, in_group(g.shard_numel, g.wire_dtype));
+        scratch.staging_nbytes = std::max(scratch.staging_nbytes, in_group(shard, g.wire_dtype));
       }
       if (mesh.replicate_size == 1) continue;
       const DType outer = mesh.shard_size > 1 ? kF32 : g.wire_dtype;
+      // Once a step all of the shard, with GradSync::kShard.
+      const int64_t outer_shard = policy.sync == GradSync::kShard ? g.shard_numel : shard;
       scratch.replicate_staging_nbytes =
           std::max(scratch.replicate_staging_nbytes,
-                   over_replicas(g.shard_numel / mesh.replicate_size, outer));
-      if (mesh.shard_size > 1)
-        scratch.partial_numel = std::max(scratch.partial_numel, g.shard_numel);
+                   over_replicas(outer_shard / mesh.replicate_size, outer));
+      if (mesh.shard_size > 1) scratch.partial_numel = std::max(scratch.partial_numel, shard);
     }
   }
   // With kShard only a backward after the last micro-batch needs it.
@@ -130,7 +217,7 @@ std::vector<UnitUse> Plan::uses(const Policy& policy) const {
   std::vector<UnitUse> uses;
   for (const UnitPlan& u : units) {
     uses.push_back({policy.residence, u.gathered_pool, u.is_trainable(), policy.part_size > 1,
-                    u.gathered_nbytes, u.gradient_nbytes});
+                    u.gathered_nbytes, u.piece_nbytes, u.num_pieces});
   }
   return uses;
 }
@@ -145,6 +232,7 @@ Plan make_plan(const std::vector<UnitSpec>& specs, const Policy& policy,
                const StagingNbytes& in_group, const StagingNbytes& over_replicas) {
   Plan plan;
   for (const UnitSpec& spec : specs) plan.units.push_back(plan_unit(spec, policy));
+  plan_pieces(plan, policy);
   for (const bool is_block : {false, true}) plan_pools(plan, policy, is_block);
   plan.scratch = plan_scratch(plan, policy, in_group, over_replicas);
   if (policy.offloads_gradients()) {

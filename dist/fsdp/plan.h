@@ -14,6 +14,16 @@
 // layout of the parameters and the policy alone: it is known before a byte is allocated. Two classes
 // of units share slots, blocks (a ring) and the others (one slot); a small unit has one of its own.
 
+// [Note: Pieces of a gradient]
+// The gradients of an embedding of 250,000 rows are more bytes than all that blocks have in flight.
+// With FsdpOptions::gradient_pieces such a unit has them in pieces no larger than those of the
+// largest block, in the ring of the blocks. Piece k is the k-th part of what each rank sums, so a
+// piece is an ordinary reduce, of that much less, with the same tree of sums over ranks: the same
+// bits. The rows of a table that a piece needs are computed when it is due ([Note: Gradients by rows]
+// in core/row_gradients.h); the unit's other gradients are kept until then, in a slot of their own.
+// A rank's part begins anywhere in a row, so its first row is computed over what lies before, which
+// is put back, and there is room for the rest of a row before the first and behind the last part.
+
 namespace tessera::dist {
 
 /// A group of a unit: elements as in [Note: Flat layout].
@@ -23,6 +33,12 @@ struct GroupPlan {
   DType grad_dtype = kF32;                        ///< in which gradients are collected
   DType wire_dtype = kF32;                        ///< in which they travel
   int64_t slot_offset = 0, grad_slot_offset = 0;  ///< bytes
+
+  int64_t piece_numel = 0;   ///< of what a rank sums, in a piece; 0: all
+  int64_t piece_offset = 0;  ///< bytes in a piece's slot, of the first rank's part
+  /// Of a group in pieces, by placement: the first element in the slot of what is kept (which begins
+  /// at `grad_slot_offset`); -1: a table, computed by rows.
+  std::vector<int64_t> kept_begin;
 };
 
 struct UnitPlan {
@@ -30,10 +46,13 @@ struct UnitPlan {
   bool is_block = false, is_tied = false;  ///< of UnitSpec
   std::vector<GroupPlan> groups;
   int64_t gathered_nbytes = 0, gradient_nbytes = 0;  ///< of the whole, as in a slot
+  int num_pieces = 1;                                ///< of its gradients
+  int64_t piece_nbytes = 0;  ///< of a piece, as in a slot; else that of the gradients
   /// Gathered parameters have memory of their own: all of them are the shard, or it is a part of
   /// them.
   bool has_own_memory = false;
   int gathered_pool = -1, gradient_pool = -1;  ///< index in `Plan::pools`; -1: none
+  int piece_pool = -1;
 
   bool is_trainable() const;
   int64_t num_parameters() const;

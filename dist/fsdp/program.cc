@@ -128,7 +128,8 @@ void Program::add(const Action& action) {
   if (!action.is_collective()) return;
   const uint64_t phase =
       action.kind == ActionKind::kReduce ? 0 : static_cast<uint64_t>(action.phase);
-  const uint64_t what = static_cast<uint64_t>(action.kind) << 8 | phase;
+  const uint64_t what =
+      static_cast<uint64_t>(action.piece) << 16 | static_cast<uint64_t>(action.kind) << 8 | phase;
   const uint64_t own = unit_hashes_[static_cast<size_t>(action.unit)] ^
                        (static_cast<uint64_t>(action.nbytes) * 0xC2B2AE3D27D4EB4Fu + what);
   hash_ = own ^ (hash_ * 0x9E3779B97F4A7C15u + 1);
@@ -142,9 +143,14 @@ void Program::clear() {
   hash_ = 0;
 }
 
+std::string Program::describe(const Action& a) const {
+  const std::string text = fmt::format("{} {}", name_of(a), unit(a.unit));
+  return a.piece == 0 ? text : fmt::format("{}, piece {}", text, a.piece);
+}
+
 std::string Program::to_string() const {
   std::string text;
-  for (const Action& a : actions_) text += fmt::format("{} {}\n", name_of(a), unit(a.unit));
+  for (const Action& a : actions_) text += describe(a) + "\n";
   return text;
 }
 
@@ -153,7 +159,7 @@ std::string Program::collectives(int64_t num_skipped) const {
   int64_t number = num_forgotten_;
   for (const Action& a : actions_) {
     if (!a.is_collective() || number++ < num_skipped) continue;
-    text += fmt::format("{} {} ({} bytes)\n", name_of(a), unit(a.unit), a.nbytes);
+    text += fmt::format("{} ({} bytes)\n", describe(a), a.nbytes);
   }
   return text;
 }

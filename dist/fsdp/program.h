@@ -30,7 +30,7 @@ enum class ActionKind : unsigned char {
   kClose,       ///< modules can read the parameters no longer; they stay
   kRelease,     ///< the slot goes back to its ring once compute is done with it
   kExpire,      ///< the shards have changed: what is gathered is out of date
-  kReduce,      ///< the gradients of a backward -> shard; collective
+  kReduce,      ///< the gradients of a backward, or a piece of them -> shard; collective
   kKeep,        ///< instead of that they are added up on this rank (no_sync)
   kFinish,      ///< the step's gradient shard is completed
   kGatherFull,  ///< f32 shards -> memory for who reads them whole; collective
@@ -53,6 +53,7 @@ struct Action {
   Phase phase = Phase::kNone;
   int32_t unit = 0;    ///< index
   int64_t nbytes = 0;  ///< of the whole unit: what is gathered or reduced; else 0
+  int32_t piece = 0;   ///< of a reduce in pieces ([Note: Pieces of a gradient]), each of `nbytes`
   bool is_collective() const {
     return kind == ActionKind::kGather || kind == ActionKind::kReduce ||
            kind == ActionKind::kGatherFull;
@@ -94,13 +95,15 @@ class Program {
   /// else a rank does (waits, releases) is its own affair.
   uint64_t hash() const { return hash_; }
 
-  /// "gather_forward blocks.0", a line an action.
+  /// "gather_forward blocks.0", a line an action; "reduce embed, piece 1" of those after the first.
   std::string to_string() const;
   /// "gather_forward blocks.0 (1024 bytes)", a line a collective, without the first `num_skipped`.
   std::string collectives(int64_t num_skipped = 0) const;
   const std::string& unit(int index) const { return units_[static_cast<size_t>(index)]; }
 
  private:
+  std::string describe(const Action& action) const;
+
   std::vector<std::string> units_;
   std::vector<uint64_t> unit_hashes_;
   const int64_t num_kept_;

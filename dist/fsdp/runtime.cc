@@ -32,7 +32,7 @@ void Runtime::perform(const Action& action) {
     case ActionKind::kExpire:
       return unit.gathered.expire();
     case ActionKind::kReduce:
-      return unit.gradients.reduce(action.phase == Phase::kLast, step_);
+      return unit.gradients.reduce(action.piece, action.phase == Phase::kLast, step_);
     case ActionKind::kKeep:
       return unit.gradients.keep();
     case ActionKind::kFinish:
