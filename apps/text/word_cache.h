@@ -97,7 +97,7 @@ class WordCache {
     entry->key = key;
     entry->count = static_cast<uint32_t>(count);
     if (count <= 3) {
-      std::memcpy(entry->ids, ids, count * sizeof(int32_t));
+      std::copy_n(ids, count, entry->ids);  // which may be none
     } else {
       entry->ids[0] = static_cast<int32_t>(more_.size());
       more_.insert(more_.end(), ids, ids + count);

@@ -1,6 +1,6 @@
 #!/bin/bash
 # libfuzzer.sh ROOT TARGET [LIBFUZZER_OPTION...]: builds one target (safetensors, manifest, hf_config,
-# token_shard, tokenizer, run, config, parquet, json_line) with clang's libFuzzer, AddressSanitizer and UBSan, and runs it from the corpus in
+# token_shard, tokenizer, merges, ranks, run, config, parquet, json_line) with clang's libFuzzer, AddressSanitizer and UBSan, and runs it from the corpus in
 # test/fuzz/corpus with the target's dictionary. For example: test/fuzz/libfuzzer.sh . manifest -max_total_time=600
 set -euo pipefail
 root=$(cd "$1" && pwd)

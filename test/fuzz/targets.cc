@@ -10,6 +10,7 @@
 #include "apps/config_table.h"
 #include "apps/data.h"
 #include "apps/run_dir.h"
+#include "apps/text/pretokenize.h"
 #include "apps/text/tokenizer.h"
 #include "core/check.h"
 #include "core/formats/safetensors.h"
@@ -177,6 +178,43 @@ void run_tokenizer(std::string_view bytes) {
     const size_t cut = tokenizer->next_cut(valid, 1);
     if (cut < std::min<size_t>(1, valid.size()) || cut > valid.size()) std::abort();
   }
+}
+
+/// A text whose words are of the alphabet of small vocabularies, and what comes back.
+void use_byte_level(const text::Tokenizer& tokenizer) {
+  for (const std::string_view text : {"hello hell  ab\nabab", "caf\xc3\xa9 <|endoftext|>"}) {
+    try {
+      const std::vector<int32_t> ids = tokenizer.encode(text);
+      for (const int32_t id : ids) {
+        if (id < 0 || id >= tokenizer.vocab_size()) std::abort();
+      }
+      sink = static_cast<unsigned>(tokenizer.decode(ids).size());
+    } catch (const InputError&) {  // what the vocabulary lacks
+    }
+  }
+}
+
+/// GPT-2's vocab.bpe, and its encoder.json behind a zero.
+void run_merges(std::string_view bytes) {
+  const size_t zero = std::min(bytes.find('\0'), bytes.size());
+  use_byte_level(*text::parse_gpt2(bytes.substr(0, zero),
+                                   bytes.substr(std::min(zero + 1, bytes.size())), "vocab.bpe"));
+}
+
+std::vector<std::string> seeds_merges() {
+  return {"#version: 0.2\nh e\nl l\nhe ll\nhell o\n\xc4\xa0 hell\n",
+          std::string("a b\nab ab\n") + '\0' +
+              R"({"a": 0, "b": 1, "ab": 2, "abab": 3, "<|endoftext|>": 4})"};
+}
+
+/// Ranks of tiktoken.
+void run_ranks(std::string_view bytes) {
+  use_byte_level(*text::parse_tiktoken(bytes, text::pattern_by_name("gpt4"),
+                                       {{"<|endoftext|>", 300}}, "ranks"));
+}
+
+std::vector<std::string> seeds_ranks() {
+  return {"YQ== 0\nYg== 1\nYw== 2\nYWI= 3\nYWJj 4\nYmM= 5\n", "aA== 0\nZQ== 1\nbA== 2\naGVs 3\n"};
 }
 
 std::vector<std::string> seeds_tokenizer() {
@@ -368,6 +406,14 @@ std::vector<std::string> words_tokenizer() {
   return words;
 }
 
+std::vector<std::string> words_merges() {
+  return {"#version", " ", "\n", "\r\n", "h e", "he l", "\xc4\xa0", "<|endoftext|>", "a b\nab c\n"};
+}
+
+std::vector<std::string> words_ranks() {
+  return {"YQ==", "YWI=", "YWJj", "=", " 0\n", " 1\n", "\n", "AA==", "/w==", "\r\n"};
+}
+
 std::vector<std::string> words_run() {
   return {R"("state")",     R"("running")", R"("failed")", R"("finished")",
           R"("preempted")", R"("step")",    R"("why")",    R"("loss")",
@@ -392,6 +438,8 @@ const std::vector<Target>& targets() {
         {"token_shard", run_token_shard, seeds_token_shard, words_token_shard},
         // A cache of words has a MiB.
         {"tokenizer", run_tokenizer, seeds_tokenizer, words_tokenizer, 2 << 20},
+        {"merges", run_merges, seeds_merges, words_merges, 2 << 20},
+        {"ranks", run_ranks, seeds_ranks, words_ranks, 2 << 20},
         {"run", run_run, seeds_run, words_run},
         {"config", run_config, seeds_config, words_config},
     };
