@@ -94,9 +94,9 @@ def bound_to_a_copy(key, seen_by):
 
 PLANTED = [bound_to_a_copy(*each) for each in NOWHERE] + [
     # Sharding: keys that go nowhere.
-    Row("reshard_after_forward: true, false", APPS, 'text == "true" || text == "false") [[return text == "true"]];',
-        "return std::nullopt", "run fsdp.reshard_after_forward"),
-    Row("reshard_after_forward: a group size", APPS, "return [[std::stoi(text)]];", "2",
+    Row("reshard_after_forward: true, false", APPS, 'text == "true" || text == "false") [[return text == "true";]]',
+        "return std::nullopt;", "run fsdp.reshard_after_forward"),
+    Row("reshard_after_forward: a group size", APPS, "return [[std::stoi(text)]];", "4",
         "run fsdp.reshard_after_forward"),
     Row("ignored", APPS,
         '  options.ignored = matching_parameters(config, "fsdp.ignored", fsdp.ignored, model);\n', "",
@@ -133,9 +133,9 @@ PLANTED = [bound_to_a_copy(*each) for each in NOWHERE] + [
     Row("wsd is linear", "optim", "if ([[o.kind == ScheduleKind::kWsd]]) start", "false",
         "run optim.decay_steps"),
     Row("the rate is the peak", APPS, "pending.lr = schedule_->lr(step);",
-        "pending.lr = config_.optim.lr;", "run optim.schedule"),
+        "pending.lr = config_.optim.schedule.peak_lr;", "run optim.schedule"),
     Row("the rate is said and not applied", APPS,
-        "optimizer_->step(static_cast<float>([[pending.lr]]),", "config_.optim.lr", "run optim.warmup_steps"),
+        "optimizer_->step(static_cast<float>([[pending.lr]]),", "config_.optim.schedule.peak_lr", "run optim.warmup_steps"),
 
     # Batches, seeds, evaluation, samples.
     Row("the dropout offset of later passes", APPS, ".sample_offset = [[offset]]};",
