@@ -75,7 +75,7 @@ void check_model(const Config& config) {
   if (!m.ignore_keys.empty() && m.from.empty()) {
     fail_at(config, "model.ignore_keys",
             "model.ignore_keys = {} without model.from, expected the model that has them",
-            shorten(quoted(m.ignore_keys)));
+            shorten(toml_text(m.ignore_keys)));
   }
   if (m.max_positions != 0 && m.max_positions < m.context) {
     fail_at(config,
@@ -313,7 +313,7 @@ std::vector<int64_t> parse_ids(std::string_view text) {
     if (error != std::errc() || id < 0 || id > kMax || (!is_last && *stop != ',') ||
         stop + 1 == end) {
       throw ConfigError(
-          fmt::format("{}, expected token ids, such as 2 or 2,7", shorten(quoted(text))));
+          fmt::format("{}, expected token ids, such as 2 or 2,7", shorten(toml_text(text))));
     }
     ids.push_back(id);
     next = is_last ? end : stop + 1;

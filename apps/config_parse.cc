@@ -18,7 +18,7 @@ namespace tessera::apps {
 namespace {
 
 std::string found_text(const toml::node& node) {
-  if (const auto text = node.value_exact<std::string>()) return quoted(*text);
+  if (const auto text = node.value_exact<std::string>()) return toml_text(*text);
   if (!node.is_value()) return node.is_array() ? "an array" : "a table";
   std::ostringstream text;
   text << toml::node_view<const toml::node>(node);
@@ -69,7 +69,7 @@ std::optional<int64_t> parse_integer(const std::string& text) {
 void set_from_text(const Field& field, const std::string& text) {
   const SettingValue as_text = text;
   if (field.is_text()) {
-    field.set(as_text, quoted(text));
+    field.set(as_text, toml_text(text));
   } else if (field.is_flag() && (text == "true" || text == "false")) {
     field.set(text == "true", text);
   } else if (const auto integer = parse_integer(text); field.is_integer() && integer) {
@@ -77,7 +77,7 @@ void set_from_text(const Field& field, const std::string& text) {
   } else if (const auto number = parse_number<double>(text); field.is_number() && number) {
     field.set(*number, text);
   } else {
-    field.set(as_text, quoted(text));
+    field.set(as_text, toml_text(text));
   }
 }
 
@@ -187,7 +187,7 @@ std::string sources_text(const toml::node& node) {
     if (path.empty() || path.find(',') != std::string::npos) {
       throw ConfigError(
           fmt::format("data.source: path {}, expected a path or a glob without a comma",
-                      quoted(shorten(path))));
+                      toml_text(shorten(path))));
     }
     text += fmt::format("{}{}", text.empty() ? "" : ", ", path);
     if (weight) text += fmt::format(": {}", *weight);
@@ -224,7 +224,7 @@ void apply_toml(const Fields& fields, const toml::table& table, const std::strin
     if (key == "data.source") {
       at(where, [&] {
         const std::string text = sources_text(node);
-        find_field(fields, "data.sources", where).set(text, quoted(text));
+        find_field(fields, "data.sources", where).set(text, toml_text(text));
       });
       config.origins.insert_or_assign("data.sources", where);
       continue;
@@ -241,7 +241,7 @@ void apply_overrides(const Fields& fields, std::span<const std::string> override
     const std::string& argument = overrides[i];
     if (!argument.starts_with("--")) {
       throw ConfigError(
-          fmt::format("{}: {}, expected --section.key=value", where, shorten(quoted(argument))));
+          fmt::format("{}: {}, expected --section.key=value", where, shorten(toml_text(argument))));
     }
     const size_t equals = argument.find('=');
     const std::string key = argument.substr(2, equals == std::string::npos ? equals : equals - 2);

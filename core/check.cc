@@ -1,5 +1,6 @@
 #include "core/check.h"
 
+#include <algorithm>
 #include <string_view>
 
 namespace tessera {
@@ -20,8 +21,14 @@ std::string locate(std::string message, const char* file, int line) {
   constexpr std::string_view own = __FILE__, name = "core/check.cc";
   static_assert(own.substr(own.size() - name.size()) == name);
   constexpr std::string_view root = own.substr(0, own.size() - name.size());
+  // In a unity build that is behind the build directory's, and other files have it without.
+  constexpr std::string_view relative = root.substr(std::min(root.find("../"), root.size()));
   std::string_view path = file;
-  if (path.substr(0, root.size()) == root) path.remove_prefix(root.size());
+  for (const std::string_view prefix : {root, relative}) {
+    if (prefix.empty() || !path.starts_with(prefix)) continue;
+    path.remove_prefix(prefix.size());
+    break;
+  }
   return fmt::format("{} {}:{}", message, path, line);
 }
 

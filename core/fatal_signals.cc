@@ -43,16 +43,6 @@ static_assert(std::atomic<int64_t>::is_always_lock_free);
 
 // Async-signal-safe from here on.
 
-bool write_all(int fd, std::string_view text) {
-  while (!text.empty()) {
-    const ssize_t written = ::write(fd, text.data(), text.size());
-    if (written < 0 && errno == EINTR) continue;
-    if (written <= 0) return false;
-    text.remove_prefix(static_cast<size_t>(written));
-  }
-  return true;
-}
-
 bool write_number(int fd, int64_t value) {
   char digits[24];
   char* const end = std::end(digits);
@@ -61,7 +51,7 @@ bool write_number(int fd, int64_t value) {
        rest /= 10) {
     *--begin = static_cast<char>('0' + rest % 10);
   }
-  return write_all(fd, {begin, static_cast<size_t>(end - begin)});
+  return write_all(fd, {begin, static_cast<size_t>(end - begin)}) == 0;
 }
 
 bool is_running(const char* path) {
@@ -81,10 +71,10 @@ bool write_text(int fd, const FatalReport& report, const char* why) {
   for (;;) {
     const size_t why_at = rest.find(why_mark), step_at = rest.find(step_mark);
     const size_t next = std::min(why_at, step_at);
-    if (!write_all(fd, rest.substr(0, next))) return false;
+    if (write_all(fd, rest.substr(0, next)) != 0) return false;
     if (next == std::string_view::npos) return true;
     if (next == why_at) {
-      if (!write_all(fd, report.who) || !write_all(fd, why)) return false;
+      if (write_all(fd, report.who) != 0 || write_all(fd, why) != 0) return false;
     } else if (!write_number(fd, report.step != nullptr ? report.step->load() : 0)) {
       return false;
     }

@@ -151,18 +151,17 @@ int open_new_file(const std::string& path) {
   return moved;
 }
 
-namespace {
-
-/// 0 or errno.
-int write_all(int fd, std::string_view text) {
+int write_all(int fd, std::string_view text) noexcept {
   while (!text.empty()) {
     const ssize_t written = ::write(fd, text.data(), text.size());
     if (written < 0 && errno == EINTR) continue;
-    if (written < 0) return errno;
+    if (written <= 0) return written < 0 ? errno : EIO;
     text.remove_prefix(static_cast<size_t>(written));
   }
   return 0;
 }
+
+namespace {
 
 /// 0 or errno.
 int replace_file(const std::string& path, std::string_view text) {

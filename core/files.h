@@ -62,5 +62,7 @@ void write_short_file(const std::string& path, std::string_view text);
 /// For that: the file's first `nbytes` open for writing, if it has blocks for as many; else -1. Half
 /// a text, where the blocks end, would be worse than the one before. Async-signal-safe.
 int open_to_overwrite(const char* path, size_t nbytes) noexcept;
+/// All of the text, whatever interrupts; 0 or errno. Async-signal-safe.
+int write_all(int fd, std::string_view text) noexcept;
 
 }  // namespace tessera

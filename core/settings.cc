@@ -64,7 +64,7 @@ void check_text(const Setting& setting, const std::string& value) {
   const auto& choices = setting.choices;
   if (choices.empty() || std::find(choices.begin(), choices.end(), value) != choices.end()) return;
   throw ConfigError(fmt::format("{} = {}, expected {} (nearest: {})", setting.key,
-                                shorten(quoted(value)), setting.expected_text(),
+                                shorten(toml_text(value)), setting.expected_text(),
                                 nearest_name(value, choices)));
 }
 
@@ -81,7 +81,7 @@ std::string Setting::expected_text() const {
 
 std::string Setting::value_text() const {
   const SettingValue value = get();
-  if (const auto* text = std::get_if<std::string>(&value)) return quoted(*text);
+  if (const auto* text = std::get_if<std::string>(&value)) return toml_text(*text);
   if (const auto* number = std::get_if<double>(&value)) return number_text(*number);
   if (const auto* flag = std::get_if<bool>(&value)) return *flag ? "true" : "false";
   return fmt::format("{}", std::get<int64_t>(value));
@@ -112,7 +112,7 @@ void Setting::set(const SettingValue& value, const std::string& found) const {
   }
 }
 
-std::string quoted(std::string_view text) {
+std::string toml_text(std::string_view text) {
   std::string out = "\"";
   for (const char c : text) {
     switch (c) {

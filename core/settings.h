@@ -88,7 +88,7 @@ struct Setting {
 };
 
 /// `"text"` with the escapes of TOML.
-std::string quoted(std::string_view text);
+std::string toml_text(std::string_view text);
 /// The shortest text of a number that is no integer's: 2.0, 1e-05.
 std::string number_text(double value);
 /// The candidate with the smallest edit distance to `word`.

@@ -116,7 +116,7 @@ class WorkCopy:
             file.write("\n".join(sorted(files)))
 
     def set_up(self, setup):
-        done = run(["bash", "apps/setup.sh", *setup], cwd=self.dir)
+        done = run(["bash", "apps/setup.sh", "--unity=off", *setup], cwd=self.dir)
         if done.returncode != 0:
             raise SystemExit(f"{self.dir}: setup failed: {done.stdout[-500:]}{done.stderr[-500:]}")
         self.read_tests()

@@ -16,8 +16,8 @@
 namespace tessera::text {
 namespace {
 
-constexpr char32_t kNumCodes = 0x110000;
 constexpr uint32_t kMaxSteps = 10'000'000;  // of a match in a text that is not long
+
 constexpr std::string_view kCategories[] = {
     "Lu", "Ll", "Lt", "Lm", "Lo", "Mn", "Mc", "Me", "Nd", "Nl", "No", "Pc", "Pd", "Ps", "Pe",
     "Pi", "Pf", "Po", "Sm", "Sc", "Sk", "So", "Zs", "Zl", "Zp", "Cc", "Cf", "Cs", "Co", "Cn"};

@@ -16,7 +16,6 @@ namespace {
 
 using namespace unicode_data;
 
-constexpr char32_t kNumCodes = 0x110000;
 constexpr char32_t kHangulBase = 0xac00, kHangulCount = 11172;
 constexpr char32_t kLeadBase = 0x1100, kLeadCount = 19;
 constexpr char32_t kVowelBase = 0x1161, kVowelCount = 21;

@@ -12,6 +12,8 @@
 
 namespace tessera::text {
 
+inline constexpr char32_t kNumCodes = 0x110000;  ///< code points, surrogates among them
+
 enum class Category : uint8_t {
   kLu,
   kLl,

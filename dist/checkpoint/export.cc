@@ -12,7 +12,6 @@
 namespace tessera::dist {
 namespace {
 
-constexpr std::string_view kParameters = "parameters/";
 constexpr int64_t kBlock = 256;                      // slices begin at multiples, as shards do
 constexpr int64_t kBufferNbytes = int64_t{8} << 20;  // of what is copied at once
 
@@ -91,19 +90,19 @@ void for_each_parameter(
     const CheckpointReader& reader,
     const std::function<void(const std::string&, const Shape&, const float*)>& f) {
   for (const TensorRecord& tensor : reader.manifest().tensors) {
-    if (!tensor.name.starts_with(kParameters)) continue;
+    if (!tensor.name.starts_with(kParametersPrefix)) continue;
     const int64_t numel = tensor.shape.numel();
     std::vector<float> values(static_cast<size_t>(numel));
     reader.read_f32(tensor.name, 0, numel, values.data());
-    f(tensor.name.substr(kParameters.size()), tensor.shape, values.data());
+    f(tensor.name.substr(kParametersPrefix.size()), tensor.shape, values.data());
   }
 }
 
 void export_parameters(const CheckpointReader& reader, const std::string& path) {
   std::vector<SafetensorsEntry> entries;
   for (const TensorRecord& tensor : reader.manifest().tensors) {
-    if (!tensor.name.starts_with(kParameters)) continue;
-    entries.push_back({tensor.name.substr(kParameters.size()), kF32, tensor.shape});
+    if (!tensor.name.starts_with(kParametersPrefix)) continue;
+    entries.push_back({tensor.name.substr(kParametersPrefix.size()), kF32, tensor.shape});
   }
   SafetensorsWriter writer(path, std::move(entries), {{"format", "tessera"}});
   for_each_parameter(reader, [&](const std::string& name, const Shape& shape, const float* values) {

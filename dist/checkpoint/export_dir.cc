@@ -23,7 +23,7 @@ namespace {
 namespace fs = std::filesystem;
 using nlohmann::json;
 
-constexpr std::string_view kFormat = "tessera export";
+constexpr std::string_view kExportFormat = "tessera export";
 constexpr int64_t kMaxHashedNbytes = int64_t{64} << 20;  // weights are told by their size alone
 
 /// The files of a directory that an export has made, as they are now: {name: {nbytes, xxh64}}.
@@ -119,7 +119,7 @@ ExportDirectory::~ExportDirectory() {
 }
 
 void ExportDirectory::commit() {
-  const json list = {{"format", kFormat}, {"files", list_files(partial_)}};
+  const json list = {{"format", kExportFormat}, {"files", list_files(partial_)}};
   write_durably(partial_ + "/" + kExportListName, list.dump(1) + "\n");
   check_target(target_);
   replace_directory(partial_, target_);

@@ -15,8 +15,6 @@ namespace {
 using nlohmann::json;
 namespace fs = std::filesystem;
 
-constexpr const char* kSingleName = "model.safetensors";
-constexpr const char* kIndexName = "model.safetensors.index.json";
 constexpr size_t kMaxNameNbytes = 4096;  // each part of a wrapper moves what is after it
 
 bool exists(const std::string& path) {
@@ -49,7 +47,8 @@ std::vector<std::string> files_of_index(const std::string& path) {
 
 bool is_index_of_single(const std::string& dir) {
   try {
-    return files_of_index(dir + "/" + kIndexName) == std::vector<std::string>{kSingleName};
+    return files_of_index(dir + "/" + HfFiles::kIndexName) ==
+           std::vector<std::string>{HfFiles::kSingleName};
   } catch (const InputError&) {
     return false;  // damaged, but not what is read
   }

@@ -24,6 +24,9 @@ class HfFiles {
     const SafetensorsEntry* entry;
   };
 
+  static constexpr const char* kSingleName = "model.safetensors";
+  static constexpr const char* kIndexName = "model.safetensors.index.json";
+
   /// Whether the directory has files of tensors.
   static bool exist_in(const std::string& dir);
 

@@ -17,8 +17,6 @@ namespace {
 using nlohmann::json;
 
 constexpr int64_t kMaxConfigNbytes = int64_t{16} << 20;
-constexpr const char* kSingleName = "model.safetensors";
-constexpr const char* kIndexName = "model.safetensors.index.json";
 
 template <class T>
 float load_as_float(const char* src) {
@@ -248,7 +246,7 @@ HfWriter::HfWriter(const std::string& dir, const nn::FamilyConfig& config,
   }
   for (size_t i = 0; i < files.size(); ++i) {
     file_names_.push_back(
-        files.size() == 1 ? kSingleName
+        files.size() == 1 ? HfFiles::kSingleName
                           : fmt::format("model-{:05}-of-{:05}.safetensors", i + 1, files.size()));
     writers_.push_back(std::make_unique<SafetensorsWriter>(
         place_->path() + "/" + file_names_[i], std::move(files[i]),
@@ -282,7 +280,7 @@ void HfWriter::finish() {
       }
     }
     const json index = {{"metadata", {{"total_size", total}}}, {"weight_map", map}};
-    write_durably(place_->path() + "/" + kIndexName, index.dump(2) + "\n");
+    write_durably(place_->path() + "/" + HfFiles::kIndexName, index.dump(2) + "\n");
   }
   std::map<std::string, std::string> texts = {
       {"config.json", nn::hf_config_json(config_, options_.dtype, options_.token_ids)},

@@ -18,7 +18,7 @@ namespace {
 using nlohmann::json;
 using nlohmann::ordered_json;
 
-constexpr std::string_view kFormat = "tessera checkpoint";
+constexpr std::string_view kCheckpointFormat = "tessera checkpoint";
 // 1: without `sequence` and without a hash at the end.
 constexpr int64_t kFormatVersion = 2;
 constexpr int kMaxDepth = 8;
@@ -394,7 +394,7 @@ std::string to_json(const Manifest& manifest) {
                        {"shape", shape_json(tensor.shape)},
                        {"slices", std::move(slices)}});
   }
-  const ordered_json object = {{"format", kFormat},
+  const ordered_json object = {{"format", kCheckpointFormat},
                                {"version", kFormatVersion},
                                {"project_version", manifest.project_version},
                                {"sequence", manifest.sequence},
@@ -420,8 +420,8 @@ Manifest parse_manifest(const std::string& path, std::string_view text) {
   std::map<std::string, std::string_view, std::less<>> arrays;
   const json object = parse_but_for({"files", "tensors"}, text, arrays);
   constexpr std::string_view where = "manifest";
-  if (const std::string format = in.string(object, "format", where); format != kFormat) {
-    in.fail_unreadable("format \"{}\", expected \"{}\"", shorten(format), kFormat);
+  if (const std::string format = in.string(object, "format", where); format != kCheckpointFormat) {
+    in.fail_unreadable("format \"{}\", expected \"{}\"", shorten(format), kCheckpointFormat);
   }
   const int64_t version = in.size(object, "version", where);
   if (version < 1 || version > kFormatVersion) {

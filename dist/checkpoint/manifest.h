@@ -35,6 +35,9 @@ struct XXH64_state_s;
 
 namespace tessera::dist {
 
+/// In front of the name of each parameter.
+inline constexpr std::string_view kParametersPrefix = "parameters/";
+
 /// Where a training is, beside its tensors.
 struct Progress {
   int64_t step = 0;         ///< steps done; random numbers follow from it and the seed

@@ -13,7 +13,6 @@ namespace tessera::dist {
 namespace {
 
 constexpr int64_t kLoadBufferNbytes = int64_t{64} << 20;
-constexpr const char* kParameters = "parameters/";
 
 /// The parts of a group's placements in elements [first, first + numel) of this rank's shard.
 void add_group(std::vector<Slice>& slices, const HeldGroup& g, const std::string& prefix,
@@ -36,7 +35,7 @@ std::vector<Slice> slices_of(const TrainingState& state, bool owned) {
   for (const HeldGroup& g : view.groups()) {
     const int64_t first = owned ? g.own_begin : 0;
     const int64_t numel = owned ? g.own_numel : g.numel;
-    add_group(slices, g, kParameters, g.values, first, numel);
+    add_group(slices, g, std::string(kParametersPrefix), g.values, first, numel);
     if (!g.layout.is_trainable) continue;
     for (const optim::NamedState& s : optimizer_states) {
       add_group(slices, g, s.name + "/", s.tensors[index], first, numel);
@@ -50,7 +49,7 @@ std::vector<Slice> slices_of(const TrainingState& state, bool owned) {
         {name, tensor.shape(), 0, tensor.detach().view({tensor.numel()}), is_optional});
   };
   for (const std::string& name : state.fsdp->options().ignored) {
-    add_whole(kParameters + name, state.model->parameter(name).tensor, false);
+    add_whole(std::string(kParametersPrefix) + name, state.model->parameter(name).tensor, false);
   }
   if (state.optimizer != nullptr) {
     add_whole("optimizer/step_count", state.optimizer->step_count(), false);
@@ -81,13 +80,14 @@ std::vector<std::pair<std::string, Shape>> expected_tensors(const TrainingState&
   for (const HeldGroup& g : view.groups()) {
     for (const Placement& p : g.layout.placements) {
       if (p.numel == 0) continue;
-      tensors.emplace_back(kParameters + p.name, p.shape);
+      tensors.emplace_back(std::string(kParametersPrefix) + p.name, p.shape);
       if (!g.layout.is_trainable) continue;
       for (const std::string& prefix : prefixes) tensors.emplace_back(prefix + p.name, p.shape);
     }
   }
   for (const std::string& name : state.fsdp->options().ignored) {
-    tensors.emplace_back(kParameters + name, state.model->parameter(name).tensor.shape());
+    tensors.emplace_back(std::string(kParametersPrefix) + name,
+                         state.model->parameter(name).tensor.shape());
   }
   return tensors;
 }
@@ -163,7 +163,7 @@ void check_tensors(const CheckpointReader& reader, const TrainingState& state) {
   }
   for (const TensorRecord& tensor : reader.manifest().tensors) {
     // Without an optimizer only parameters count.
-    const bool counts = state.optimizer != nullptr || tensor.name.starts_with(kParameters);
+    const bool counts = state.optimizer != nullptr || tensor.name.starts_with(kParametersPrefix);
     if (counts && !is_optional_name(tensor.name) && !expected.contains(tensor.name)) {
       problems.push_back("unexpected " + tensor.name);
     }

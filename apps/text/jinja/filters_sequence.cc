@@ -463,7 +463,7 @@ Value groupby(Interpreter&, const Args& args) {
   return Value::list(std::move(groups));
 }
 
-constexpr NamedCallback kFilters[] = {
+constexpr NamedCallback kSequenceFilters[] = {
     {"batch", batch},
     {"count", length_filter},
     {"dictsort", dictsort},
@@ -491,7 +491,7 @@ constexpr NamedCallback kFilters[] = {
 }  // namespace
 
 std::span<const NamedCallback> sequence_filters() {
-  return kFilters;
+  return kSequenceFilters;
 }
 
 Callback find_filter(std::string_view name) {

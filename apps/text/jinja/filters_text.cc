@@ -500,7 +500,7 @@ Value filesizeformat(Interpreter&, const Args& args) {
   return fmt::format("{:.1f} {}{}", base * size / unit, prefix, is_binary ? "iB" : "B");
 }
 
-constexpr NamedCallback kFilters[] = {
+constexpr NamedCallback kTextFilters[] = {
     {"abs", abs_filter},
     {"attr", attr},
     {"capitalize", mapped<capitalize>},
@@ -533,7 +533,7 @@ constexpr NamedCallback kFilters[] = {
 }  // namespace
 
 std::span<const NamedCallback> text_filters() {
-  return kFilters;
+  return kTextFilters;
 }
 
 }  // namespace tessera::text::jinja

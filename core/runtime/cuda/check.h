@@ -7,6 +7,8 @@ namespace tessera::cuda {
 /// CudaError with the call's text, the runtime's words and its name of the error. Clears the error,
 /// so that the next launch does not report it again.
 [[noreturn]] void fail(const char* call, cudaError_t error, const char* file, int line);
+/// For destructors: the error is logged and gone.
+void log_failure(const char* call, cudaError_t error) noexcept;
 
 }  // namespace tessera::cuda
 

@@ -25,17 +25,16 @@ void fail(const char* call, cudaError_t error, const char* file, int line) {
                           cudaGetErrorName(error));
 }
 
-}  // namespace cuda
-
-namespace {
-
-/// For destructors: the error is logged and gone.
-void log_failure(const char* what, cudaError_t error) noexcept {
+void log_failure(const char* call, cudaError_t error) noexcept {
   // At the end of the process the runtime may be gone before the last owner is.
   if (error == cudaSuccess || error == cudaErrorCudartUnloading) return;
   cudaGetLastError();
-  log_error("{}: {}", what, cudaGetErrorString(error));
+  log_error("{}: {}", call, cudaGetErrorString(error));
 }
+
+}  // namespace cuda
+
+namespace {
 
 // The runtime carries its own errors along streams. What the host finds (a collective that was
 // aborted) it lays down here: streams remember whose events they have waited for, and a search at
@@ -96,13 +95,13 @@ class CudaEvent final : public EventImpl {
     TESSERA_CUDA_CHECK(
         cudaEventCreateWithFlags(&event_, cudaEventDisableTiming | cudaEventBlockingSync));
     if (const cudaError_t error = cudaEventRecord(event_, stream); error != cudaSuccess) {
-      log_failure("cudaEventDestroy", cudaEventDestroy(event_));
+      cuda::log_failure("cudaEventDestroy", cudaEventDestroy(event_));
       cuda::fail("cudaEventRecord(event, stream)", error, __FILE__, __LINE__);
     }
   }
   ~CudaEvent() override {
     ensure_cuda_device(device_);
-    log_failure("cudaEventDestroy", cudaEventDestroy(event_));
+    cuda::log_failure("cudaEventDestroy", cudaEventDestroy(event_));
   }
 
   // A failed stream is done: `synchronize` tells.
@@ -141,7 +140,7 @@ class CudaStream final : public StreamImpl {
     wait_while_unwinding(*this, num_exceptions_);
     timeline_->close();
     drain();  // which sets a device
-    log_failure("cudaStreamDestroy", cudaStreamDestroy(stream_));
+    cuda::log_failure("cudaStreamDestroy", cudaStreamDestroy(stream_));
   }
 
   void submit(const char* task_name, Task) override {
@@ -175,7 +174,7 @@ class CudaStream final : public StreamImpl {
   void drain() noexcept override {
     wait_while_unwinding(*this, num_exceptions_);
     ensure_cuda_device(device);
-    log_failure(name.c_str(), cudaStreamSynchronize(stream_));
+    cuda::log_failure(name.c_str(), cudaStreamSynchronize(stream_));
   }
   CUstream_st* cuda() const override { return stream_; }
   const std::shared_ptr<ErrorCell>& errors() const { return errors_; }
@@ -236,7 +235,7 @@ class CudaBackend final : public MemoryBackend {
   }
   void free(void* data, size_t) noexcept override {
     ensure_cuda_device(device_);
-    log_failure("cudaFree", cudaFree(data));
+    cuda::log_failure("cudaFree", cudaFree(data));
   }
 
  private:
@@ -254,7 +253,7 @@ class PinnedBackend final : public MemoryBackend {
   }
   void free(void* data, size_t) noexcept override {
     ensure_cuda_device(device_);
-    log_failure("cudaFreeHost", cudaFreeHost(data));
+    cuda::log_failure("cudaFreeHost", cudaFreeHost(data));
   }
 
  private:
@@ -318,7 +317,7 @@ void ensure_cuda_device(Device device) noexcept {
   if (has_device) return;
   const cudaError_t error = cudaSetDevice(device.index);
   has_device = error == cudaSuccess;
-  log_failure("cudaSetDevice", error);
+  cuda::log_failure("cudaSetDevice", error);
 }
 
 std::string cuda_device_id(Device device) {

@@ -15,12 +15,6 @@ namespace tessera {
 
 namespace {
 
-void log_failure(const char* call, cudaError_t error) noexcept {
-  if (error == cudaSuccess || error == cudaErrorCudartUnloading) return;
-  cudaGetLastError();
-  log_error("{}: {}", call, cudaGetErrorString(error));
-}
-
 double elapsed_ns(cudaEvent_t begin, cudaEvent_t end) {
   float ms = 0;
   TESSERA_CUDA_CHECK(cudaEventElapsedTime(&ms, begin, end));
@@ -64,7 +58,8 @@ class Registry {
 
 TimingPool::~TimingPool() {
   if (!idle_.empty()) ensure_cuda_device(device_);
-  for (const cudaEvent_t event : idle_) log_failure("cudaEventDestroy", cudaEventDestroy(event));
+  for (const cudaEvent_t event : idle_)
+    cuda::log_failure("cudaEventDestroy", cudaEventDestroy(event));
 }
 
 cudaEvent_t TimingPool::take() {
