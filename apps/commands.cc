@@ -66,6 +66,19 @@ Config parse_arguments(const std::vector<std::string>& arguments) {
   return load_config(path, overrides);
 }
 
+/// The World's own words, and the key that they are about.
+void check_launcher(dist::World& world, bool single_process) {
+  world.control().verdict([&] {
+    try {
+      world.check_launcher(single_process);
+    } catch (const ConfigError& error) {
+      throw ConfigError(fmt::format(
+          "{} ({})", error.what(),
+          single_process ? "dist.single_process = true" : "or dist.single_process = true"));
+    }
+  });
+}
+
 }  // namespace
 
 int train_command(const std::vector<std::string>& arguments, dist::World& world) {
@@ -91,7 +104,7 @@ int train_command(const std::vector<std::string>& arguments, dist::World& world)
   }
   Config config;
   world.control().verdict([&] { config = parse_arguments(arguments); });
-  world.check_launcher(config.dist.single_process);
+  check_launcher(world, config.dist.single_process);
   const SignalHandlers handlers;
   train(config, world);
   SignalHandlers::end_run();

@@ -68,8 +68,7 @@ std::string launcher_problem(const Environment& environment, int num_mpi_ranks) 
   if (num_mpi_ranks > 1 || claim.empty()) return "";
   return fmt::format(
       "World: {}, but {}: each of these processes would be a run of its own; expected mpirun -n {} "
-      "of the MPI that this program is built with, or, for lone processes, "
-      "--dist.single_process=true (programs without this key: unset {})",
+      "of the MPI that this program is built with, or, for lone processes, no {}",
       claim, kAlone, num_processes, variable);
 }
 

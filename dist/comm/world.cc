@@ -77,8 +77,8 @@ void World::check_launcher(bool single_process) {
       const std::string problem = launcher_problem(std::getenv, world_size());
       TESSERA_CHECK_AS(ConfigError, problem.empty(), "{}", problem);
     } else if (world_size() > 1) {
-      throw ConfigError(fmt::format(
-          "World: dist.single_process = true, but MPI has {} ranks, expected 1", world_size()));
+      throw ConfigError(
+          fmt::format("World: a lone process was expected, but MPI has {} ranks", world_size()));
     }
   });
 }

@@ -57,7 +57,7 @@ refused "torchrun's variables" "World: WORLD_SIZE = 4 and RANK = 2, but " \
   env WORLD_SIZE=4 RANK=2 "${run[@]}"
 refused "srun without PMI" "World: SLURM_STEP_NUM_TASKS = 4 and SLURM_PROCID = 0, but " \
   env SLURM_STEP_NUM_TASKS=4 SLURM_PROCID=0 SLURM_NTASKS=4 "${run[@]}"
-refused "programs without the key" "(programs without this key: unset WORLD_SIZE)" \
+refused "programs without the key" "or, for lone processes, no WORLD_SIZE" \
   env WORLD_SIZE=4 RANK=2 "$generate" --checkpoint "$out"
 refused "programs of one process" "WORLD_SIZE = 4 and RANK = 2, expected one process, without" \
   env WORLD_SIZE=4 RANK=2 "$checkpoint" verify "$out"
@@ -67,7 +67,7 @@ accepted "a program within an allocation" env SLURM_NTASKS=4 SLURM_PROCID=0 "${r
 
 if [ -n "$mpirun" ]; then
   mpi=("$mpirun" --oversubscribe --bind-to none)
-  refused "dist.single_process under mpirun" "dist.single_process = true, but MPI has 2 ranks" \
+  refused "dist.single_process under mpirun" "but MPI has 2 ranks (dist.single_process = true)" \
     "${mpi[@]}" -n 2 "${run[@]}" --dist.single_process=true
   # Ranks that were started differently.
   refused "ranks with other settings" \
