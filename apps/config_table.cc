@@ -378,6 +378,13 @@ void add_fsdp(ConfigTable& t, Config& c) {
   t.add("fsdp.sync_every_micro_batch", o.sync_every_micro_batch, "auto",
         "gradient reduction in accumulation: true: over all ranks after each pass; shard: "
         "inside shard groups; false: after the last pass only; auto: by the strategy");
+  t.add("fsdp.gradient_pieces", o.gradient_pieces,
+        "gradients of an embedding and a head that are larger than any block's are computed and "
+        "reduced in pieces: less memory, a head's logits computed once more")
+      .needs(o.sync_every_micro_batch != dist::GradSync::kLast &&
+                 (o.sync_every_micro_batch || o.strategy != dist::Strategy::kShardOptim) &&
+                 o.offload != dist::Offload::kParamsAndOptimizer,
+             "fsdp.sync_every_micro_batch = true or shard, and gradients on the device");
   t.add_text(
        "fsdp.reshard_after_forward",
        {"auto", "true", "false", "2", "3", "4", "6", "8", "12", "16", "32", "64"},

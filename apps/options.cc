@@ -81,7 +81,8 @@ std::function<std::string(std::string_view)> option_keys() {
   for (const char* option :
        {"FsdpOptions::strategy", "FsdpOptions::sync_every_micro_batch", "FsdpOptions::offload",
         "FsdpOptions::prefetch_forward", "FsdpOptions::prefetch_backward", "FsdpOptions::wrap",
-        "PrecisionOptions::param_dtype", "RecomputePolicy::kind", "batch", "sequence"}) {
+        "FsdpOptions::gradient_pieces", "PrecisionOptions::param_dtype", "RecomputePolicy::kind",
+        "batch", "sequence"}) {
     keys[option] = key_of_option(option);
   }
   return [keys = std::move(keys)](std::string_view option) {

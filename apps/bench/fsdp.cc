@@ -4,7 +4,8 @@
 //            measured in the same run)
 //   batch    one memory limit for every rank: the largest micro-batch under no_shard and full_shard
 //   memory   bytes a parameter, by strategy and world: parameters, gradients and optimizer states,
-//            and what is gathered, in slots or for ever, with the buffers of reduces
+//            and what is gathered, in slots or for ever, with the buffers of reduces; then the peak
+//            of a step with the gradients of a large vocabulary whole and in pieces
 
 #include <fmt/format.h>
 
@@ -65,6 +66,10 @@ dist::LocalOptions local_options() {
 
 double ms(int64_t ns) {
   return static_cast<double>(ns) * 1e-6;
+}
+
+double mib(int64_t nbytes) {
+  return static_cast<double>(nbytes) / (1 << 20);
 }
 
 double seconds_since(int64_t begin_ns) {
@@ -417,6 +422,48 @@ bool bench_memory(bool as_json) {
   return ok;
 }
 
+/// The peak of a step of a model whose embedding and head are 16 times as large as a block, with
+/// their gradients whole and in pieces. Whether pieces take as much less as the plan says.
+bool bench_pieces(bool as_json) {
+  constexpr int kRanks = 2;
+  int64_t peak[2] = {}, slots[2] = {};
+  double loss[2] = {};
+  for (const bool is_in_pieces : {false, true}) {
+    Workload work;
+    work.model = llama(/*layers=*/2, /*width=*/128, /*context=*/64);
+    work.model.vocab_size = 25000;
+    work.micro_batch = 1;
+    work.fsdp.gradient_pieces = is_in_pieces;
+    dist::run_ranks(kRanks, local_options(), [&](dist::World& world) {
+      BenchTraining training = start(world, work);
+      training.step(kLr);
+      training.finish();
+      Context::current()->allocator()->reset_peak();
+      const double last = training.step(kLr).item();
+      training.finish();
+      if (world.rank() != 0) return;
+      peak[is_in_pieces] = Context::current()->allocator()->stats().peak_allocated;
+      slots[is_in_pieces] = training.fsdp().memory().nbytes_of(MemoryClass::kGathered);
+      loss[is_in_pieces] = last;
+    });
+  }
+  if (as_json) {
+    fmt::print("{}\n", json{{"bench", "pieces"},
+                            {"ranks", kRanks},
+                            {"peak_bytes_whole", peak[0]},
+                            {"peak_bytes_pieces", peak[1]},
+                            {"slots_bytes_whole", slots[0]},
+                            {"slots_bytes_pieces", slots[1]}}
+                           .dump());
+  } else {
+    fmt::print(
+        "gradients of a vocabulary of 25000, {} ranks: peak of a step {:.1f} MiB whole, {:.1f} in "
+        "pieces; of it slots and gathered units {:.1f} and {:.1f}\n",
+        kRanks, mib(peak[0]), mib(peak[1]), mib(slots[0]), mib(slots[1]));
+  }
+  return loss[0] == loss[1] && peak[1] < peak[0] && slots[1] < slots[0];
+}
+
 int run(int argc, char** argv) {
   CommandLine app("What sharding is for, measured on thread ranks. Exit status 1 if a claim fails.",
                   "tessera-bench-fsdp");
@@ -431,7 +478,7 @@ int run(int argc, char** argv) {
   for (const std::string& name : names) {
     const bool holds = name == "overlap" ? bench_overlap(as_json)
                        : name == "batch" ? bench_batch(as_json)
-                                         : bench_memory(as_json);
+                                         : bench_memory(as_json) && bench_pieces(as_json);
     if (!holds) fmt::print(stderr, "{}: the claim does not hold here\n", name);
     ok = ok && holds;
   }

@@ -18,6 +18,7 @@ struct Choice {
   bool keeps_whole_gradients;
   int depth;
   Offload offload;
+  bool gradient_pieces;
   bool is_bf16 = false;
 };
 
@@ -28,6 +29,7 @@ class Advice {
 
  private:
   int64_t estimate(const Choice& choice) const;
+  int64_t gradient_slots(const Choice& choice) const;
   void propose(const std::string& setting, int64_t less);
   /// A choice, by what it costs less than the one there is.
   void propose(const std::string& setting, const Choice& choice);
@@ -59,8 +61,8 @@ Advice::Advice(const FsdpParts& parts, const OutOfMemory& oom)
       units_(parts.plan.units),
       pools_(parts.plan.pools),
       now_(oom.stats.allocated_by_class),
-      mine_{options_.strategy, policy_.mesh.shard_size, policy_.keeps_whole_gradients(),
-            policy_.prefetch_depth(), options_.offload} {
+      mine_{options_.strategy,        policy_.mesh.shard_size, policy_.keeps_whole_gradients(),
+            policy_.prefetch_depth(), options_.offload,        options_.gradient_pieces} {
   now_[static_cast<size_t>(oom.memory_class)] += oom.nbytes;
   int64_t trainable_shard = 0;
   for (const UnitPlan& unit : units_) {
@@ -83,9 +85,9 @@ int64_t Advice::estimate(const Choice& choice) const {
   const bool keeps_on_device = choice.offload != Offload::kParamsAndOptimizer;
   int64_t shards = 0, slots = 0, largest_shard = 0;
   double states = 0;
-  int64_t largest[2] = {}, largest_gradient[2] = {};
+  int64_t largest[2] = {};
   for (const UnitPlan& unit : units_) {
-    int64_t gathered = 0, gradient = 0;
+    int64_t gathered = 0;
     for (const GroupPlan& g : unit.groups) {
       const int64_t numel = g.layout.numel, shard = numel / choice.shard_size;
       const int64_t item = choice.is_bf16 ? 2 : static_cast<int64_t>(size_of(g.layout.dtype));
@@ -96,12 +98,10 @@ int64_t Advice::estimate(const Choice& choice) const {
       if (item < 4 && choice.offload == Offload::kNone) shards += 4 * shard;  // masters
       if (keeps_on_device) shards += 4 * shard;                               // gradients
       if (choice.keeps_whole_gradients) shards += 4 * numel;
-      gradient += numel * (choice.is_bf16 ? 2 : static_cast<int64_t>(size_of(g.grad_dtype)));
       if (choice.offload == Offload::kNone) states += state_bytes_ * static_cast<double>(shard);
     }
     const int is_block = unit.is_block ? 1 : 0;
     largest[is_block] = std::max(largest[is_block], gathered);
-    largest_gradient[is_block] = std::max(largest_gradient[is_block], gradient);
     // What stays gathered has memory of its own, but for shards that are the whole.
     if (!reshards && (!is_whole || !keeps_on_device)) slots += gathered;
   }
@@ -114,9 +114,41 @@ int64_t Advice::estimate(const Choice& choice) const {
               static_cast<double>(std::min(options_.offload_window, largest_shard));
   }
   if (!choice.keeps_whole_gradients && policy_.world_size > 1) {
-    slots += largest_gradient[0] + 2 * largest_gradient[1];
+    slots += gradient_slots(choice);
   }
   return shards + slots + static_cast<int64_t>(states);
+}
+
+/// Two of the largest block, and one of the largest of the others that has not its tables in pieces.
+int64_t Advice::gradient_slots(const Choice& choice) const {
+  struct Gradients {
+    int64_t nbytes, largest_table;
+  };
+  const auto of_unit = [&choice](const UnitPlan& unit) {
+    Gradients gradients{0, 0};
+    for (const GroupPlan& g : unit.groups) {
+      if (!g.layout.is_trainable) continue;
+      const int64_t item = choice.is_bf16 ? 2 : static_cast<int64_t>(size_of(g.grad_dtype));
+      gradients.nbytes += g.layout.numel * item;
+      for (const Placement& p : g.layout.placements) {
+        if (p.shape.num_dims() == 2) {
+          gradients.largest_table = std::max(gradients.largest_table, p.numel * item);
+        }
+      }
+    }
+    return gradients;
+  };
+  int64_t block = 0, other = 0;
+  for (const UnitPlan& unit : units_) {
+    if (unit.is_block) block = std::max(block, of_unit(unit).nbytes);
+  }
+  for (const UnitPlan& unit : units_) {
+    const Gradients gradients = of_unit(unit);
+    const bool is_in_pieces =
+        choice.gradient_pieces && block > 0 && gradients.largest_table > block;
+    if (!unit.is_block && !is_in_pieces) other = std::max(other, gradients.nbytes);
+  }
+  return other + 2 * block;
 }
 
 void Advice::propose(const std::string& setting, int64_t less) {
@@ -150,6 +182,10 @@ void Advice::propose_states() {
   if (mine_.keeps_whole_gradients && mine_.strategy != Strategy::kShardOptim) {
     propose(option("FsdpOptions::sync_every_micro_batch", name_of(GradSync::kEveryMicroBatch)),
             with([](Choice& c) { c.keeps_whole_gradients = false; }));
+  }
+  if (!mine_.gradient_pieces && !mine_.keeps_whole_gradients) {
+    propose(option("FsdpOptions::gradient_pieces", "true"),
+            with([](Choice& c) { c.gradient_pieces = true; }));
   }
   for (const Offload more : {Offload::kOptimizer, Offload::kParamsAndOptimizer}) {
     if (more <= mine_.offload) continue;

@@ -129,6 +129,7 @@ TEST_CASE("options: what an out-of-memory error advises is said in keys", "[opti
       {"FsdpOptions::prefetch_forward", "fsdp.prefetch_forward"},
       {"FsdpOptions::prefetch_backward", "fsdp.prefetch_backward"},
       {"FsdpOptions::wrap", "fsdp.wrap"},
+      {"FsdpOptions::gradient_pieces", "fsdp.gradient_pieces"},
       {"PrecisionOptions::param_dtype", "precision.param_dtype"},
       {"RecomputePolicy::kind", "recompute.policy"},
       {"batch", "train.micro_batch"},

@@ -191,6 +191,7 @@ class Case:
         keys["fsdp.prefetch_forward"] = d.choice([0, 1, 2, 5])
         keys["fsdp.prefetch_backward"] = d.choice([0, 1, 2, 5])
         keys["fsdp.communicators"] = d.choice([1, 2])
+        keys["fsdp.gradient_pieces"] = d.choice(["false", "true"])
         keys["fsdp.offload"] = d.choice(["none", "none", "optimizer", "params_and_optimizer"])
         keys["recompute.policy"] = d.choice(["none", "full", "every_n", "selective"])
         if keys["recompute.policy"] == "every_n":

@@ -490,6 +490,8 @@ ROWS = [
         ranks=4, same=True),
     Row("fsdp.reshard_after_forward", "false", exits_with(2), ranks=2),  # full_shard does
     Row("fsdp.reshard_after_forward", "true", exits_with(2), {"fsdp.strategy": "shard_grad_op"}, ranks=2),
+    Row("fsdp.gradient_pieces", "true", lambda a, b: a.count("reduce_scatter embedding") == 2 and
+        b.count("reduce_scatter embedding") > 8, TOKENS | {"model.vocab": 2000}, ranks=2, same=True),
     Row("fsdp.prefetch_forward", 3, other_tree, {"model.layers": 6}, ranks=2, same=True),
     Row("fsdp.prefetch_backward", 3, other_tree, {"model.layers": 6}, ranks=2, same=True),
     Row("fsdp.offload", "params_and_optimizer", lambda a, b: set(b.streams) > set(a.streams), ranks=2,

@@ -266,6 +266,26 @@ TEST_CASE("fsdp memory: what an advice promises is what following it gives", "[f
   }
 }
 
+TEST_CASE("fsdp memory: gradients of a large vocabulary in pieces save what an advice promises",
+          "[fsdp]") {
+  Job job = wide_job();
+  job.model.vocab_size = 8192;
+  const std::string pieces = "FsdpOptions::gradient_pieces=true";
+  int64_t need = 0, needed = 0;
+  const int64_t at_backward = train(2, job, 0, &need).at(Phase::kBackward);
+  const std::map<std::string, double> proposals =
+      proposals_of(out_of_memory(2, job, at_backward * 9 / 10));
+  REQUIRE(proposals.count(pieces) == 1);
+  job.fsdp.gradient_pieces = true;
+  train(2, job, 0, &needed);
+  const double saved = static_cast<double>(need - needed);
+  INFO(fmt::format("{} bytes promised, {} saved", proposals.at(pieces), saved));
+  CHECK(saved > 0.9 * proposals.at(pieces));
+  CHECK(saved < 1.15 * proposals.at(pieces));
+  // What is so already is not advised.
+  CHECK(proposals_of(out_of_memory(2, job, at_backward / 2)).count(pieces) == 0);
+}
+
 TEST_CASE("fsdp memory: where everything is sharded, more ranks and smaller units are advised",
           "[fsdp]") {
   Job job = wide_job();
