@@ -1,6 +1,6 @@
 #!/bin/bash
 # libfuzzer.sh ROOT TARGET [LIBFUZZER_OPTION...]: builds one target (safetensors, manifest, hf_config,
-# token_shard, tokenizer, merges, ranks, run, config, parquet, json_line) with clang's libFuzzer, AddressSanitizer and UBSan, and runs it from the corpus in
+# token_shard, tokenizer, merges, ranks, run, config, parquet, json_line, jinja, chat) with clang's libFuzzer, AddressSanitizer and UBSan, and runs it from the corpus in
 # test/fuzz/corpus with the target's dictionary. For example: test/fuzz/libfuzzer.sh . manifest -max_total_time=600
 set -euo pipefail
 root=$(cd "$1" && pwd)
@@ -8,11 +8,11 @@ target=$2
 shift 2
 build=${TESSERA_FUZZ_BUILD:-/tmp/tessera-fuzz}
 mkdir -p "$build/corpus-$target" "$build/seeds-$target"
-sources=(test/fuzz/libfuzzer.cc test/fuzz/targets.cc test/fuzz/data_targets.cc core/formats/parquet/*.cc
+sources=(test/fuzz/libfuzzer.cc test/fuzz/targets.cc test/fuzz/data_targets.cc test/fuzz/chat_targets.cc core/formats/parquet/*.cc
   apps/data/byte_stream.cc apps/data/json_line.cc apps/data/parquet_files.cc apps/data/row_assembler.cc core/utf8.cc
   apps/packed_samples.cc apps/data/documents.cc apps/data/packing.cc apps/data/permutation.cc apps/data/text_files.cc
   apps/config.cc apps/config_parse.cc apps/config_table.cc core/settings.cc apps/data.cc apps/model_from.cc
-  apps/run_dir.cc apps/text/*.cc core/fatal_signals.cc core/runtime/allocator.cc
+  apps/run_dir.cc apps/text/*.cc apps/text/jinja/*.cc apps/chats.cc core/fatal_signals.cc core/runtime/allocator.cc
   dist/checkpoint/hf_files.cc dist/checkpoint/huggingface.cc
   core/check.cc core/dtype.cc core/fault_guard.cc core/files.cc core/log.cc core/random.cc
   core/shape.cc core/text.cc

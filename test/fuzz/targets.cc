@@ -444,6 +444,7 @@ const std::vector<Target>& targets() {
         {"config", run_config, seeds_config, words_config},
     };
     for (const Target& target : data_targets()) list.push_back(target);
+    for (const Target& target : chat_targets()) list.push_back(target);
     return list;
   }();
   return all;

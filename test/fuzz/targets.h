@@ -23,6 +23,8 @@ struct Target {
 const std::vector<Target>& targets();
 /// Those of texts and tables to train on.
 std::vector<Target> data_targets();
+/// Chat templates, and conversations in rows of files.
+std::vector<Target> chat_targets();
 
 /// The bytes as a file; its path. The next call replaces it.
 std::string as_file(std::string_view bytes);
