@@ -3,28 +3,23 @@
 namespace tessera::optim {
 
 AdamW::AdamW(std::vector<FlatShard> shards, const AdamWOptions& options)
-    : Optimizer(std::move(shards), static_cast<float>(options.lr), options.rounding_seed),
+    : Optimizer(std::move(shards), options.lr, options.weight_decay, options.rounding_seed),
       options_(options) {
-  const auto check = [](bool is_right, const char* name, const char* range, double value) {
-    TESSERA_CHECK_AS(ConfigError, is_right, "AdamW: {} must be {}, got {}", name, range, value);
-  };
-  check(options.beta1 >= 0 && options.beta1 < 1, "beta1", "in [0, 1)", options.beta1);
-  check(options.beta2 >= 0 && options.beta2 < 1, "beta2", "in [0, 1)", options.beta2);
-  check(options.eps >= 0, "eps", "at least 0", options.eps);
-  check(options.weight_decay >= 0, "weight_decay", "at least 0", options.weight_decay);
+  check_decay_rate("AdamW", "beta1", options.beta1);
+  check_decay_rate("AdamW", "beta2", options.beta2);
+  check_not_negative("AdamW", "eps", options.eps);
+  check_not_negative("AdamW", "weight_decay", options.weight_decay);
   exp_avg_ = make_state("exp_avg");
   exp_avg_sq_ = make_state("exp_avg_sq");
 }
 
 void AdamW::update_shard(const FlatUpdate& update, std::span<const Tensor> states) {
-  FlatUpdate flat = update;
-  flat.weight_decay = static_cast<float>(options_.weight_decay);
-  adamw_step(flat, {.exp_avg = states[0],
-                    .exp_avg_sq = states[1],
-                    .step = step_count(),
-                    .beta1 = options_.beta1,
-                    .beta2 = options_.beta2,
-                    .eps = options_.eps});
+  adamw_step(update, {.exp_avg = states[0],
+                      .exp_avg_sq = states[1],
+                      .step = step_count(),
+                      .beta1 = options_.beta1,
+                      .beta2 = options_.beta2,
+                      .eps = options_.eps});
 }
 
 }  // namespace tessera::optim

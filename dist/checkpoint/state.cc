@@ -14,15 +14,22 @@ namespace {
 
 constexpr int64_t kLoadBufferNbytes = int64_t{64} << 20;
 
-/// The parts of a group's placements in elements [first, first + numel) of this rank's shard.
+/// Of a state with one value for `block` elements; else the parameter's own.
+Shape shape_of(const Placement& p, int64_t block) {
+  return block == 1 ? p.shape : Shape{(p.numel + block - 1) / block};
+}
+
+/// The parts of a group's placements in elements [first, first + numel) of this rank's shard, of
+/// values that are one for `block` elements: no block is in two shards or parameters.
 void add_group(std::vector<Slice>& slices, const HeldGroup& g, const std::string& prefix,
-               const Tensor& values, int64_t first, int64_t numel) {
+               const Tensor& values, int64_t first, int64_t numel, int64_t block = 1) {
   for (const Placement& p : g.layout.placements) {
     const int64_t begin = std::max(g.begin + first, p.begin);
     const int64_t end = std::min(g.begin + first + numel, p.begin + p.numel);
     if (begin >= end) continue;
-    slices.push_back({prefix + p.name, p.shape, begin - p.begin,
-                      values.narrow(0, begin - g.begin, end - begin)});
+    slices.push_back(
+        {prefix + p.name, shape_of(p, block), (begin - p.begin) / block,
+         values.narrow(0, (begin - g.begin) / block, (end - begin + block - 1) / block)});
   }
 }
 
@@ -38,7 +45,8 @@ std::vector<Slice> slices_of(const TrainingState& state, bool owned) {
     add_group(slices, g, std::string(kParametersPrefix), g.values, first, numel);
     if (!g.layout.is_trainable) continue;
     for (const optim::NamedState& s : optimizer_states) {
-      add_group(slices, g, s.name + "/", s.tensors[index], first, numel);
+      if (!s.tensors[index].is_defined()) continue;
+      add_group(slices, g, s.name + "/", s.tensors[index], first, numel, s.block);
     }
     ++index;
   }
@@ -53,6 +61,9 @@ std::vector<Slice> slices_of(const TrainingState& state, bool owned) {
   }
   if (state.optimizer != nullptr) {
     add_whole("optimizer/step_count", state.optimizer->step_count(), false);
+    for (const optim::WholeState& s : state.optimizer->whole_state()) {
+      add_whole(s.name, s.values, false);
+    }
   }
   if (state.scaler != nullptr && state.scaler->options().scaling == LossScaling::kDynamic) {
     const LossScaler::State scaler = state.scaler->state();
@@ -71,19 +82,27 @@ bool is_optional_name(std::string_view name) {
 /// shapes of a unit are the same on all ranks.
 std::vector<std::pair<std::string, Shape>> expected_tensors(const TrainingState& state) {
   std::vector<std::pair<std::string, Shape>> tensors;
-  std::vector<std::string> prefixes;
+  std::vector<optim::NamedState> optimizer_states;
   if (state.optimizer != nullptr) {
-    for (const optim::NamedState& s : state.optimizer->state()) prefixes.push_back(s.name + "/");
+    optimizer_states = state.optimizer->state();
     tensors.emplace_back("optimizer/step_count", Shape{});
+    for (const optim::WholeState& s : state.optimizer->whole_state()) {
+      tensors.emplace_back(s.name, s.values.shape());
+    }
   }
   const ShardView view(*state.fsdp);
+  size_t index = 0;  // of the optimizer's shards
   for (const HeldGroup& g : view.groups()) {
     for (const Placement& p : g.layout.placements) {
       if (p.numel == 0) continue;
       tensors.emplace_back(std::string(kParametersPrefix) + p.name, p.shape);
       if (!g.layout.is_trainable) continue;
-      for (const std::string& prefix : prefixes) tensors.emplace_back(prefix + p.name, p.shape);
+      for (const optim::NamedState& s : optimizer_states) {
+        if (!s.tensors[index].is_defined()) continue;
+        tensors.emplace_back(s.name + "/" + p.name, shape_of(p, s.block));
+      }
     }
+    if (g.layout.is_trainable) ++index;
   }
   for (const std::string& name : state.fsdp->options().ignored) {
     tensors.emplace_back(std::string(kParametersPrefix) + name,

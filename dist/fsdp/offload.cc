@@ -94,8 +94,8 @@ void Offloader::drop(HostGradient& host, const Tensor& grad) {
 
 // ---- the optimizer's windows
 
-Tensor Offloader::make_state(int64_t numel) {
-  Tensor state = empty_on_host(numel, kF32);
+Tensor Offloader::make_state(int64_t numel, DType dtype) {
+  Tensor state = empty_on_host(numel, dtype);
   state.fill_(0);
   return state;
 }
@@ -107,25 +107,29 @@ struct Offloader::Part {
   int64_t offset;   // of its place in a slot, in bytes of a window of one element
   Tensor* (*place)(optim::ShardWindow& window, size_t state);
   size_t state;
+  int64_t block;  // elements of the shard for one of it
 };
 
 std::vector<Offloader::Part> Offloader::parts_on_host(const optim::ShardParts& shard) const {
   std::vector<Part> parts;
   int64_t offset = 0;
-  const auto add = [&](const Tensor& tensor, bool is_written, auto place, size_t state = 0) {
-    parts.push_back({tensor, is_written, offset, place, state});
+  const auto add = [&](const Tensor& tensor, bool is_written, auto place, size_t state = 0,
+                       int64_t block = 1) {
+    parts.push_back({tensor, is_written, offset, place, state, block});
     offset += static_cast<int64_t>(sizeof(float));  // the widest: every part stays aligned
   };
   using Window = optim::ShardWindow;
   for (size_t i = 0; i < shard.states.size(); ++i) {
     add(
-        shard.states[i], true, [](Window& w, size_t state) { return &w.states[state]; }, i);
+        shard.states[i].values, true, [](Window& w, size_t state) { return &w.states[state]; }, i,
+        shard.states[i].block);
   }
-  if (has_parameters() || shard.shard->low.is_defined()) {
+  if (shard.with_master && (has_parameters() || shard.shard->low.is_defined())) {
     add(shard.shard->master, true, [](Window& w, size_t) { return &w.master; });
   }
-  if (has_gradients()) add(shard.shard->grad, false, [](Window& w, size_t) { return &w.grad; });
-  if (has_parameters() && shard.shard->low.is_defined()) {
+  if (shard.with_grad && has_gradients())
+    add(shard.shard->grad, false, [](Window& w, size_t) { return &w.grad; });
+  if (shard.with_master && has_parameters() && shard.shard->low.is_defined()) {
     add(shard.shard->low, true, [](Window& w, size_t) { return &w.low; });
   }
   return parts;
@@ -134,6 +138,21 @@ std::vector<Offloader::Part> Offloader::parts_on_host(const optim::ShardParts& s
 void Offloader::reserve_windows(int64_t nbytes) {
   if (nbytes == 0 || (windows_ != nullptr && windows_->nbytes() >= nbytes)) return;
   windows_ = make_ring(nbytes, kOffloadWindows, MemoryClass::kOptimizer);
+}
+
+int64_t Offloader::part_numel(const Part& part, int64_t count) {
+  return (count + part.block - 1) / part.block;
+}
+
+/// Windows begin at multiples of 256 elements, and so of blocks.
+Tensor Offloader::part_values(const Part& part, int64_t first, int64_t count) {
+  return part.tensor.narrow(0, first / part.block, part_numel(part, count));
+}
+
+std::vector<Tensor> Offloader::values_of(const optim::ShardParts& shard) {
+  std::vector<Tensor> values;
+  for (const optim::BlockState& s : shard.states) values.push_back(s.values);
+  return values;
 }
 
 void Offloader::for_each_window(std::span<const optim::ShardParts> shards, const Update& update) {
@@ -151,7 +170,7 @@ void Offloader::for_each_window(std::span<const optim::ShardParts> shards, const
   for (size_t i = 0; i < shards.size(); ++i) {
     const optim::FlatShard& shard = *shards[i].shard;
     if (parts[i].empty()) {  // nothing of it in host memory
-      update(i, {shard.master, shard.grad, shard.low, shards[i].states, 0});
+      update(i, {shard.master, shard.grad, shard.low, values_of(shards[i]), 0});
       continue;
     }
     const int64_t numel = shard.master.numel();
@@ -163,22 +182,24 @@ void Offloader::for_each_window(std::span<const optim::ShardParts> shards, const
         return t.is_defined() ? t.narrow(0, first, count) : t;
       };
       optim::ShardWindow window{part_of(shard.master), part_of(shard.grad), part_of(shard.low),
-                                shards[i].states, first};
+                                values_of(shards[i]), first};
       for (const Part& part : parts[i]) {
         const DType dtype = part.tensor.dtype();
         Tensor* place = part.place(window, part.state);
         *place = view_of_storage(slot->memory,
                                  part.offset * window_numel / static_cast<int64_t>(size_of(dtype)),
-                                 {count}, dtype);
-        copy_flat(h2d_, place->raw_data(), part_of(part.tensor).raw_data(), count, dtype);
+                                 {part_numel(part, count)}, dtype);
+        copy_flat(h2d_, place->raw_data(), part_values(part, first, count).raw_data(),
+                  part_numel(part, count), dtype);
       }
       wait(compute, h2d_.record(), OffloadWait::kWindowHere);
       update(i, window);
       wait(d2h_, compute.record(), OffloadWait::kWindowUpdated);
       for (const Part& part : parts[i]) {
         if (!part.is_written) continue;
-        copy_flat(d2h_, part_of(part.tensor).raw_data(), part.place(window, part.state)->raw_data(),
-                  count, part.tensor.dtype());
+        copy_flat(d2h_, part_values(part, first, count).raw_data(),
+                  part.place(window, part.state)->raw_data(), part_numel(part, count),
+                  part.tensor.dtype());
       }
       if (poison_) {
         d2h_.fill_bytes("poison", slot->memory->data(), kPoison, slot->memory->nbytes());

@@ -92,7 +92,7 @@ class Offloader final : public optim::ShardStore {
   /// Takes the bytes of unchanged values once the current stream is done with them.
   void drop(HostGradient& host, const Tensor& grad);
 
-  Tensor make_state(int64_t numel) override;
+  Tensor make_state(int64_t numel, DType dtype) override;
   void for_each_window(std::span<const optim::ShardParts> parts, const Update& update) override;
 
   const Stream& h2d() const { return h2d_; }
@@ -104,6 +104,9 @@ class Offloader final : public optim::ShardStore {
  private:
   struct Part;
   std::vector<Part> parts_on_host(const optim::ShardParts& shard) const;
+  static int64_t part_numel(const Part& part, int64_t count);
+  static Tensor part_values(const Part& part, int64_t first, int64_t count);
+  static std::vector<Tensor> values_of(const optim::ShardParts& shard);
   void reserve_windows(int64_t nbytes);
 
   const Offload offload_;

@@ -10,6 +10,7 @@
 
 #include "core/dtype.h"
 #include "core/enum_names.h"
+#include "dist/fsdp/groups.h"
 #include "dist/fsdp/wrap.h"
 
 namespace tessera::dist {
@@ -118,6 +119,8 @@ struct FsdpOptions {
   /// Full names of parameters that are left alone: not sharded, not reduced, not clipped, not
   /// optimized. A deferred one gets its bytes, and its values by `initialize`, on every rank.
   std::vector<std::string> ignored;
+  /// Groups of parameters by name, and who updates which: shards hold parameters of one optimizer.
+  ParameterRules parameters;
   /// What the advice of an out-of-memory error calls an option, where the application has a name of
   /// its own for it: given "FsdpOptions::offload" (also fields of PrecisionOptions and
   /// "RecomputePolicy::kind"; "batch" and "sequence" for the samples of a forward and their length),

@@ -70,7 +70,8 @@ std::vector<std::string> names_of(const std::vector<UnitSpec>& specs) {
   return names;
 }
 
-Plan plan_for(const std::vector<UnitSpec>& specs, const Policy& policy, const Lanes& lanes) {
+Plan plan_for(const std::vector<UnitSpec>& specs, const ParameterTable& table, const Policy& policy,
+              const Lanes& lanes) {
   const auto in_group = [&lanes](int64_t shard_numel, DType wire) {
     return lanes.reducing_comm().reduce_scatter_staging_nbytes(shard_numel, wire,
                                                                /*full_is_allocated=*/true);
@@ -80,7 +81,7 @@ Plan plan_for(const std::vector<UnitSpec>& specs, const Policy& policy, const La
     return lanes.replicate_comm->reduce_scatter_staging_nbytes(shard_numel, wire,
                                                                !policy.offloads_gradients());
   };
-  return make_plan(specs, policy, in_group, over_replicas);
+  return make_plan(specs, policy, in_group, over_replicas, table);
 }
 
 OrderOptions order_options(const Policy& policy) {
@@ -98,8 +99,9 @@ FsdpParts::FsdpParts(nn::Module& root_, World& world_, const FsdpOptions& option
       scalars(world, policy.is_reproducible()),
       lanes(policy, scalars.comm()),
       ignored(find_ignored(root, policy.options)),
+      table(parameter_table(root, policy.options.parameters)),
       specs(make_specs(root, policy.options, ignored)),
-      plan(plan_for(specs, policy, lanes)),
+      plan(plan_for(specs, table, policy, lanes)),
       runtime(world, units, names_of(specs)),
       order(plan.uses(policy), plan.num_gathered_slots(), order_options(policy), runtime) {
   life->needs_factor = policy.grad_factor != 1;
@@ -160,6 +162,7 @@ void FsdpParts::make_slots() {
 
 void FsdpParts::make_shards() {
   const MemoryScope scope(MemoryClass::kOther);  // tables of segments
+  const auto exchange = lanes.gather_comm == nullptr ? nullptr : std::make_shared<Exchange>(lanes);
   for (const auto& unit : units) {
     for (Group& g : unit->groups()) {
       if (!g.layout.is_trainable) continue;
@@ -171,6 +174,13 @@ void FsdpParts::make_shards() {
       shard.store = lanes.offloader;
       shard.owner = life;
       if (g.layout.dtype != kF32) shard.low = g.shard;
+      shard.optimizer = g.layout.optimizer;
+      shard.begin = begin;
+      shard.exchange = exchange;
+      for (const Placement& p : g.layout.placements) {
+        shard.parameters.push_back({p.name, p.shape, p.begin, p.settings.row_blocks,
+                                    static_cast<float>(p.settings.lr_scale)});
+      }
       shard.segments = segments_in(g.layout, begin, begin + g.shard_numel);
       shards.push_back(std::move(shard));
     }

@@ -3,6 +3,7 @@
 #include <memory>
 #include <vector>
 
+#include "dist/fsdp/exchange.h"
 #include "dist/fsdp/fully_shard.h"
 #include "dist/fsdp/grad_norm.h"
 #include "dist/fsdp/hooks.h"
@@ -45,6 +46,7 @@ struct FsdpParts {
   Lanes lanes;
   int64_t num_ignored = 0;  // trainable elements that no norm and no optimizer sees
   const std::vector<nn::NamedParameter> ignored;  // in the order of `FsdpOptions::ignored`
+  const ParameterTable table;
   const std::vector<UnitSpec> specs;
   const Plan plan;
   std::vector<std::unique_ptr<SlotPool>> pools;

@@ -15,13 +15,13 @@ bool is_small(int64_t nbytes, int64_t largest) {
   return nbytes * kSmallUnit < largest;
 }
 
-UnitPlan plan_unit(const UnitSpec& spec, const Policy& policy) {
+UnitPlan plan_unit(const UnitSpec& spec, const Policy& policy, const ParameterTable& table) {
   UnitPlan unit;
   unit.name = spec.name;
   unit.is_block = spec.is_block;
   unit.is_tied = spec.is_tied;
   const PrecisionOptions& precision = policy.options.precision;
-  for (GroupLayout& layout : make_layout(spec, precision, policy.num_layout_chunks())) {
+  for (GroupLayout& layout : make_layout(spec, precision, policy.num_layout_chunks(), table)) {
     GroupPlan g;
     g.shard_numel = layout.numel / policy.mesh.shard_size;
     const bool is_f32 = layout.dtype == kF32;
@@ -229,9 +229,10 @@ std::vector<int> Plan::num_gathered_slots() const {
 }
 
 Plan make_plan(const std::vector<UnitSpec>& specs, const Policy& policy,
-               const StagingNbytes& in_group, const StagingNbytes& over_replicas) {
+               const StagingNbytes& in_group, const StagingNbytes& over_replicas,
+               const ParameterTable& table) {
   Plan plan;
-  for (const UnitSpec& spec : specs) plan.units.push_back(plan_unit(spec, policy));
+  for (const UnitSpec& spec : specs) plan.units.push_back(plan_unit(spec, policy, table));
   plan_pieces(plan, policy);
   for (const bool is_block : {false, true}) plan_pools(plan, policy, is_block);
   plan.scratch = plan_scratch(plan, policy, in_group, over_replicas);

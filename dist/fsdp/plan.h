@@ -88,6 +88,7 @@ using StagingNbytes = std::function<int64_t(int64_t shard_numel, DType wire)>;
 
 /// `in_group`, `over_replicas`: not asked where there is no group of that kind.
 Plan make_plan(const std::vector<UnitSpec>& specs, const Policy& policy,
-               const StagingNbytes& in_group, const StagingNbytes& over_replicas);
+               const StagingNbytes& in_group, const StagingNbytes& over_replicas,
+               const ParameterTable& table = {});
 
 }  // namespace tessera::dist

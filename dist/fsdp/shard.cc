@@ -7,21 +7,24 @@
 namespace tessera::dist {
 
 std::vector<GroupLayout> make_layout(const UnitSpec& spec, const PrecisionOptions& precision,
-                                     int world_size) {
+                                     int world_size, const ParameterTable& table) {
   std::vector<GroupLayout> groups;
   for (const nn::NamedParameter& p : spec.parameters) {
     const bool keeps_f32 = precision.norm_fp32 && p.parameter->is_norm;
     const DType dtype = keeps_f32 ? kF32 : precision.param_dtype;
     const bool is_trainable = p.parameter->tensor.requires_grad();
+    const auto found = table.find(p.parameter);
+    const ParameterSettings settings = found == table.end() ? ParameterSettings{} : found->second;
+    const std::string optimizer = is_trainable ? settings.optimizer : "";
     auto group = std::find_if(groups.begin(), groups.end(), [&](const GroupLayout& g) {
-      return g.dtype == dtype && g.is_trainable == is_trainable;
+      return g.dtype == dtype && g.is_trainable == is_trainable && g.optimizer == optimizer;
     });
     if (group == groups.end()) {
-      group = groups.insert(groups.end(), GroupLayout{dtype, is_trainable, {}, 0});
+      group = groups.insert(groups.end(), GroupLayout{dtype, is_trainable, {}, 0, optimizer});
     }
     const Shape& shape = p.parameter->tensor.shape();
     group->placements.push_back(
-        {p.name, p.parameter, shape, group->numel, shape.numel(), p.parameter->decay});
+        {p.name, p.parameter, shape, group->numel, shape.numel(), p.parameter->decay, settings});
     group->numel = round_up(group->numel + shape.numel(), kLayoutBlock);
   }
   for (GroupLayout& group : groups) {
@@ -39,7 +42,11 @@ std::vector<optim::Segment> segments_in(const GroupLayout& layout, int64_t begin
     segment.parameter = p.name;
     segment.begin = part.begin - begin;
     segment.end = part.end - begin;
+    segment.lr_scale = static_cast<float>(p.settings.lr_scale);
     segment.decay = p.decay;
+    if (p.settings.weight_decay) {
+      segment.weight_decay = static_cast<float>(*p.settings.weight_decay);
+    }
     segment.offset = part.begin - p.begin;
     segments.push_back(std::move(segment));
   }

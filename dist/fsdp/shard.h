@@ -7,12 +7,13 @@
 
 #include "core/runtime/stream.h"
 #include "core/tensor.h"
+#include "dist/fsdp/groups.h"
 #include "dist/fsdp/options.h"
 #include "dist/fsdp/wrap.h"
 #include "optim/flat_shard.h"
 
 // [Note: Flat layout]
-// A unit's parameters of one (dtype, trainable) form a group with one numbering, in elements, for
+// A unit's parameters of one (dtype, trainable, optimizer) form a group with one numbering, in elements, for
 // its gathered, gradient, master and optimizer buffers: each tensor starts at a multiple of 256
 // and the whole is padded to 256 x world_size, under every strategy. Rank r of a shard group of S
 // owns chunk r of S. So 256-element blocks never straddle tensors or shards, and a norm has the
@@ -30,6 +31,7 @@ struct Placement {
   Shape shape;
   int64_t begin, numel;  // elements
   bool decay;
+  ParameterSettings settings = {};
 };
 
 struct GroupLayout {
@@ -37,11 +39,12 @@ struct GroupLayout {
   bool is_trainable = true;
   std::vector<Placement> placements;
   int64_t numel = 0;  // with padding
+  std::string optimizer = {};
 };
 
 /// The groups of a unit, in the order in which their first parameters are registered.
 std::vector<GroupLayout> make_layout(const UnitSpec& spec, const PrecisionOptions& precision,
-                                     int world_size);
+                                     int world_size, const ParameterTable& table = {});
 
 /// The parts of the placements that lie in [begin, end) of the group, counted from `begin`.
 std::vector<optim::Segment> segments_in(const GroupLayout& layout, int64_t begin, int64_t end);

@@ -68,7 +68,14 @@ void StateGuard::make_tables(nn::Module& model, optim::Optimizer& optimizer, con
     if (g.low.is_defined()) states_.add(g.low, own, g.name, "low-precision copy");
     if (g.layout.is_trainable) {
       for (const optim::NamedState& state : states) {
-        if (!state.tensors.empty()) states_.add(state.tensors[shard], own, g.name, state.name);
+        if (state.tensors.empty() || !state.tensors[shard].is_defined()) continue;
+        std::vector<optim::Segment> blocks = own;
+        for (optim::Segment& s : blocks) {
+          s.begin /= state.block;
+          s.end = (s.end + state.block - 1) / state.block;
+          s.offset /= state.block;
+        }
+        states_.add(state.tensors[shard], blocks, g.name, state.name);
       }
       ++shard;
     }
@@ -85,6 +92,9 @@ void StateGuard::make_tables(nn::Module& model, optim::Optimizer& optimizer, con
   for (const nn::NamedParameter& p : parts_of(fsdp_).ignored)
     add_flat(p.name, "ignored parameter", p.parameter->tensor);
   add_flat("step count", "optimizer's", optimizer.step_count());
+  for (const optim::WholeState& s : optimizer.whole_state()) {
+    add_flat(s.name, "state", s.values);
+  }
   for (const auto& [name, values] : extras) add_flat(name, "the", values);
 }
 

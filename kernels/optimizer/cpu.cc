@@ -5,8 +5,12 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <limits>
+#include <vector>
 
+#include "core/check.h"
 #include "kernels/elementwise/row_io.h"
+#include "kernels/optimizer/dynamic_map.h"
 #include "kernels/optimizer/kernel.h"
 #include "kernels/optimizer/rounding.h"
 #include "kernels/random/words.h"
@@ -77,6 +81,71 @@ void store_low(const FlatUpdate& p, int64_t offset, int64_t count, int64_t segme
   }
 }
 
+/// Finds codes without a search: the leading bits of a scaled value say between which two codes it
+/// is at most, and one comparison decides.
+class CodeTable {
+ public:
+  explicit CodeTable(const DynamicMap& map) : map_(map), codes_(2 * kCells) {
+    const auto below = [&](float x) {  // thresholds below x
+      return std::lower_bound(map.thresholds.begin(), map.thresholds.end(), x) -
+             map.thresholds.begin();
+    };
+    for (uint32_t cell = 0; cell < kCells; ++cell) {
+      // The cell's magnitudes are in [low, high]; those of the first reach down to 0.
+      const float low = cell == 0 ? 0 : std::bit_cast<float>((cell + kFirst) << kShift);
+      const float high = std::bit_cast<float>(((cell + kFirst + 1) << kShift) - 1);
+      const auto add = [&](uint32_t at, float least, float largest) {
+        TESSERA_CHECK_AS(InternalError, below(largest) - below(least) <= 1,
+                         "CodeTable: more than one code begins between {} and {}", least, largest);
+        codes_[at] = static_cast<uint8_t>(below(least));
+      };
+      add(cell, low, high);
+      add(cell + kCells, -high, -low);
+    }
+  }
+
+  void decode(float* values, const uint8_t* codes, float absmax, int64_t count) const {
+    for (int64_t i = 0; i < count; ++i) values[i] = map_.values[codes[i]] * absmax;
+  }
+
+  /// The scale, after the codes of `values` have been written.
+  float encode(uint8_t* codes, const float* values, int64_t count) const {
+    float absmax = 0, poison = 0;
+#pragma omp simd reduction(max : absmax) reduction(+ : poison)
+    for (int64_t i = 0; i < count; ++i) {
+      absmax = std::max(absmax, std::abs(values[i]));
+      poison += values[i] * 0.0f;  // not a number if one of them is none, or infinite
+    }
+    if (!(poison == 0)) absmax = std::numeric_limits<float>::quiet_NaN();
+    if (!(absmax > 0)) {
+      std::fill(codes, codes + count, uint8_t{0});
+      return absmax;
+    }
+    const float inverse = 1 / absmax;
+    float scaled[kStateBlock];
+#pragma omp simd
+    for (int64_t i = 0; i < count; ++i) {
+      const float x = values[i] * inverse;  // not a number: 0 times the inverse of a subnormal one
+      scaled[i] = x > -1 ? (x < 1 ? x : 1.0f) : -1.0f;
+    }
+    for (int64_t i = 0; i < count; ++i) {
+      const auto bits = std::bit_cast<uint32_t>(scaled[i]);
+      const uint32_t magnitude = std::max((bits & 0x7fffffffu) >> kShift, kFirst) - kFirst;
+      const uint8_t code = codes_[magnitude + (bits >> 31) * kCells];
+      codes[i] = static_cast<uint8_t>(code + (scaled[i] > map_.thresholds[code]));
+    }
+    return absmax;
+  }
+
+ private:
+  static constexpr uint32_t kShift = 15;                     // 8 bits of the significand stay
+  static constexpr uint32_t kFirst = 0x33800000u >> kShift;  // of 2^-24, below every threshold
+  static constexpr uint32_t kCells = (0x3f800000u >> kShift) - kFirst + 1;
+
+  const DynamicMap& map_;
+  std::vector<uint8_t> codes_;  // a cell's lower code; of negative values behind those of positive
+};
+
 }  // namespace
 
 void adamw_step(const AdamWStep& p) {
@@ -108,6 +177,47 @@ void adamw_step(const AdamWStep& p) {
   });
 }
 
+void adamw_8bit_step(const AdamW8bitStep& p) {
+  static const CodeTable kSigned(dynamic_map(true)), kUnsigned(dynamic_map(false));
+  const auto t = static_cast<double>(*p.step);
+  const double correction1 = 1 - std::pow(p.beta1, t);
+  const float root2 = static_cast<float>(1 / std::sqrt(1 - std::pow(p.beta2, t)));
+  const float beta1 = static_cast<float>(p.beta1), beta2 = static_cast<float>(p.beta2);
+  const float weight1 = static_cast<float>(1 - p.beta1), weight2 = static_cast<float>(1 - p.beta2);
+  const float eps = static_cast<float>(p.eps), scale = scale_of(p);
+  for_segments(p, [&](int64_t begin, int64_t run, int64_t segment) {
+    const double lr = static_cast<double>(p.lr) * static_cast<double>(p.factors[2 * segment]);
+    const double decay =
+        static_cast<double>(p.weight_decay) * static_cast<double>(p.factors[2 * segment + 1]);
+    const float keep = static_cast<float>(1 - lr * decay);
+    const float step_size = static_cast<float>(lr / correction1);
+    float buffer[kPieceCols], m[kStateBlock], v[kStateBlock];
+    const float* const grads = load_piece(buffer, p.grad, p.grad_dtype, begin, 1, run);
+    for (int64_t first = 0; first < run; first += kStateBlock) {
+      const int64_t offset = begin + first, count = std::min(kStateBlock, run - first);
+      const int64_t block = offset / kStateBlock;
+      const float* __restrict grad = grads + first;
+      float* __restrict master = p.master + offset;
+      kSigned.decode(m, p.exp_avg + offset, p.exp_avg_absmax[block], count);
+      kUnsigned.decode(v, p.exp_avg_sq + offset, p.exp_avg_sq_absmax[block], count);
+#pragma omp simd
+      for (int64_t i = 0; i < count; ++i) {
+        const float g = grad[i] * scale;
+        // One rounding each, said and not left to the compiler: a last bit more or less moves codes,
+        // and what they stand for is what the next step begins with.
+        m[i] = std::fma(weight1, g, beta1 * m[i]);
+        v[i] = std::fma(weight2 * g, g, beta2 * v[i]);
+        // Rounded before the update, as PyTorch does it.
+        const float kept = std::fma(keep, master[i], 0.0f);
+        master[i] = kept - step_size * m[i] / (std::sqrt(v[i]) * root2 + eps);
+      }
+      p.exp_avg_absmax[block] = kSigned.encode(p.exp_avg + offset, m, count);
+      p.exp_avg_sq_absmax[block] = kUnsigned.encode(p.exp_avg_sq + offset, v, count);
+    }
+    store_low(p, begin, run, segment);
+  });
+}
+
 void sgd_step(const SgdStep& p) {
   const float scale = scale_of(p);
   for_segments(p, [&](int64_t offset, int64_t count, int64_t segment) {
@@ -136,6 +246,37 @@ void sgd_step(const SgdStep& p) {
   });
 }
 
+void muon_direction(const MuonDirection& p) {
+  const float scale = scale_of(p), weight = 1 - p.momentum;
+  const float of_b = p.nesterov ? p.momentum : 1.0f;
+  for_segments(p, [&](int64_t offset, int64_t count, int64_t) {
+    float buffer[kPieceCols], out[kPieceCols];
+    const float* __restrict grad = load_piece(buffer, p.grad, p.grad_dtype, offset, 1, count);
+    float* __restrict b = p.momentum_buffer + offset;
+#pragma omp simd
+    for (int64_t i = 0; i < count; ++i) {
+      const float g = grad[i] * scale;
+      b[i] += weight * (g - b[i]);
+      out[i] = g + of_b * (b[i] - g);
+    }
+    store_piece(p.direction, kBF16, offset, 1, static_cast<const float*>(out), count, false);
+  });
+}
+
+void muon_apply(const MuonApply& p) {
+  for_segments(p, [&](int64_t offset, int64_t count, int64_t segment) {
+    const float lr = p.lr * p.factors[2 * segment];
+    const float keep = 1 - lr * p.weight_decay * p.factors[2 * segment + 1];
+    const float step = lr * p.scales[segment];
+    float buffer[kPieceCols];
+    const float* __restrict o = load_piece(buffer, p.orthogonal, kBF16, offset, 1, count);
+    float* __restrict master = p.master + offset;
+#pragma omp simd
+    for (int64_t i = 0; i < count; ++i) master[i] = keep * master[i] - step * o[i];
+    store_low(p, offset, count, segment);
+  });
+}
+
 void lion_step(const LionStep& p) {
   const float beta1 = static_cast<float>(p.beta1), beta2 = static_cast<float>(p.beta2);
   const float weight1 = static_cast<float>(1 - p.beta1), weight2 = static_cast<float>(1 - p.beta2);
@@ -155,6 +296,134 @@ void lion_step(const LionStep& p) {
       // What is not a number stays one.
       const float sign = u > 0 ? 1.0f : u < 0 ? -1.0f : u;
       master[i] = keep * master[i] - lr * sign;
+    }
+    store_low(p, offset, count, segment);
+  });
+}
+
+void adafactor_collect(const AdafactorCollect& p) {
+  const float scale = scale_of(p);
+  for_segments(p, [&](int64_t offset, int64_t count, int64_t) {
+    float buffer[kPieceCols];
+    const float* __restrict grad = load_piece(buffer, p.grad, p.grad_dtype, offset, 1, count);
+    float* __restrict out = p.scaled + offset;
+#pragma omp simd
+    for (int64_t i = 0; i < count; ++i) out[i] = grad[i] * scale;
+    for (int64_t first = 0; first < count; first += kStateBlock) {
+      const float* const master = p.master + offset + first;
+      const int64_t n = std::min(kStateBlock, count - first);
+      float sum = 0;
+#pragma omp simd reduction(+ : sum)
+      for (int64_t i = 0; i < n; ++i) sum += master[i] * master[i];
+      p.squares[(offset + first) / kStateBlock] = sum;
+    }
+  });
+}
+
+void adafactor_factors(const AdafactorFactors& p) {
+  const int64_t count = p.rows + p.cols + 2;
+  if (p.skip != nullptr && *p.skip != 0) {
+    std::copy(p.values, p.values + count, p.next);
+    return;
+  }
+  const bool is_vector = p.rows == 0;
+  const int64_t rows = std::max<int64_t>(p.rows, 1), cols = p.cols;
+  const auto t = static_cast<double>(*p.step);
+  const float weight = static_cast<float>(std::pow(t, p.beta2_decay));
+  const float least = static_cast<float>(p.eps1 * p.eps1);
+  float* const row = p.next;
+  float* const col = p.next + p.rows;
+  const float* const old_row = p.values;
+  const float* const old_col = p.values + p.rows;
+  const auto follow = [weight](float old, float value) { return old + weight * (value - old); };
+  if (!is_vector) {
+    tessera::cpu::parallel_for(rows, 1, [&](int64_t first, int64_t last) {
+      for (int64_t r = first; r < last; ++r) {
+        const float* const g = p.g + r * cols;
+        float sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t c = 0; c < cols; ++c) sum += g[c] * g[c];
+        row[r] = follow(old_row[r], sum / static_cast<float>(cols));
+      }
+    });
+  }
+  constexpr int64_t kColumns = 256;
+  tessera::cpu::parallel_for((cols + kColumns - 1) / kColumns, 1, [&](int64_t from, int64_t to) {
+    for (int64_t first = from * kColumns; first < std::min(to * kColumns, cols);
+         first += kColumns) {
+      const int64_t n = std::min(kColumns, cols - first);
+      float sums[kColumns] = {};
+      for (int64_t r = 0; r < rows; ++r) {
+        const float* const g = p.g + r * cols + first;
+#pragma omp simd
+        for (int64_t c = 0; c < n; ++c) sums[c] += g[c] * g[c];
+      }
+      for (int64_t c = 0; c < n; ++c) {
+        col[first + c] = follow(old_col[first + c], sums[c] / static_cast<float>(rows));
+      }
+    }
+  });
+  double mean = 0;
+  for (int64_t r = 0; r < p.rows; ++r) mean += static_cast<double>(row[r]);
+  const float divisor = is_vector ? 1.0f
+                                  : std::max(static_cast<float>(mean / static_cast<double>(rows)),
+                                             static_cast<float>(p.eps1));
+  // The norm of the update, in parts that do not depend on the threads.
+  const int64_t part_rows =
+      is_vector ? 1 : (rows + AdafactorFactors::kParts - 1) / AdafactorFactors::kParts;
+  const int64_t parts = (rows + part_rows - 1) / part_rows;
+  tessera::cpu::parallel_for(parts, 1, [&](int64_t first, int64_t last) {
+    for (int64_t part = first; part < last; ++part) {
+      float sum = 0;
+      for (int64_t r = part * part_rows; r < std::min((part + 1) * part_rows, rows); ++r) {
+        const float of_row = is_vector ? 1.0f : row[r];
+        const float* const g = p.g + r * cols;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t c = 0; c < cols; ++c) {
+          const float v = std::max(of_row * col[c] / divisor, least);
+          sum += g[c] * g[c] / v;
+        }
+      }
+      p.workspace[part] = sum;
+    }
+  });
+  double update_squares = 0, squares = 0;
+  for (int64_t i = 0; i < parts; ++i) update_squares += static_cast<double>(p.workspace[i]);
+  const int64_t blocks = (p.numel() + kStateBlock - 1) / kStateBlock;
+  for (int64_t i = 0; i < blocks; ++i) squares += static_cast<double>(p.squares[i]);
+  const auto numel = static_cast<double>(p.numel());
+  const double rho = std::min(p.lr, 1 / std::sqrt(t));
+  const double alpha = std::max(p.eps2, std::sqrt(squares / numel)) * rho;
+  p.next[count - 2] = divisor;
+  p.next[count - 1] =
+      static_cast<float>(alpha / std::max(1.0, std::sqrt(update_squares / numel) / p.d));
+}
+
+void adafactor_apply(const AdafactorApply& p) {
+  for_segments(p, [&](int64_t offset, int64_t count, int64_t segment) {
+    const float lr = p.lr * p.factors[2 * segment];
+    const float keep = 1 - lr * p.weight_decay * p.factors[2 * segment + 1];
+    const int64_t* const place = p.places + 5 * segment;
+    const float* const rows = p.values + place[0];
+    const float* const cols = p.values + place[1];
+    const float divisor = p.values[place[2]], step = p.values[place[2] + 1];
+    const int64_t num_cols = place[3];
+    const float* __restrict g = p.scaled + offset;
+    float* __restrict master = p.master + offset;
+    int64_t element = place[4] + p.first + offset;
+    for (int64_t i = 0; i < count;) {
+      // Up to the end of a row.
+      const int64_t row = num_cols == 0 ? 0 : element / num_cols;
+      const int64_t col = num_cols == 0 ? element : element % num_cols;
+      const int64_t n = num_cols == 0 ? count - i : std::min(count - i, num_cols - col);
+      const float of_row = num_cols == 0 ? 1.0f : rows[row];
+      const float* __restrict of_col = cols + col;
+#pragma omp simd
+      for (int64_t k = 0; k < n; ++k) {
+        const float v = std::max(of_row * of_col[k] / divisor, p.least);
+        master[i + k] = keep * master[i + k] - step * (g[i + k] / std::sqrt(v));
+      }
+      i += n, element += n;
     }
     store_low(p, offset, count, segment);
   });

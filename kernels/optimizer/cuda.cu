@@ -14,13 +14,18 @@
 //                  it. Vectors across a border go element by element; padding is not touched.
 // Stochastic rounding  a variant of the kernel: one Philox block for the four neighbours, whose
 //                  element is a multiple of 4 in every layout of ours; others go one by one.
+// Eight-bit AdamW  a warp takes a block of 256 states, which its lanes share out; the block's
+//                  largest magnitude goes through the warp, codes are found by eight comparisons
+//                  with thresholds in shared memory. 12 bytes an element instead of 28.
 // Device scalars   gradient scale, skip flag and step count are read here: the host knows none.
 // Determinism      elements are independent of each other.
 
 #include <cmath>
 
 #include "core/runtime/cuda/launch.cuh"
+#include "core/runtime/cuda/reduce.cuh"
 #include "kernels/float_vec.cuh"
+#include "kernels/optimizer/dynamic_map.h"
 #include "kernels/optimizer/kernel.h"
 #include "kernels/optimizer/rounding.h"
 #include "kernels/random/philox.cuh"
@@ -151,7 +156,7 @@ class AdamWRule {
         root2_(static_cast<float>(1 / sqrt(1 - power(p.beta2, *p.step)))),
         scale_(p.grad_scale == nullptr ? 1.0f : *p.grad_scale) {}
 
-  __device__ void enter(const AdamWStep& p, float lr_factor, float decay_factor) {
+  __device__ void enter(const AdamWStep& p, float lr_factor, float decay_factor, int64_t) {
     const double lr = static_cast<double>(p.lr) * static_cast<double>(lr_factor);
     const double decay = static_cast<double>(p.weight_decay) * static_cast<double>(decay_factor);
     keep_ = static_cast<float>(1 - lr * decay);
@@ -193,7 +198,7 @@ class SgdRule {
   __device__ explicit SgdRule(const SgdStep& p)
       : scale_(p.grad_scale == nullptr ? 1.0f : *p.grad_scale) {}
 
-  __device__ void enter(const SgdStep& p, float lr_factor, float decay_factor) {
+  __device__ void enter(const SgdStep& p, float lr_factor, float decay_factor, int64_t) {
     lr_ = p.lr * lr_factor;
     decay_ = p.weight_decay * decay_factor;
   }
@@ -227,6 +232,60 @@ class SgdRule {
   float scale_, lr_ = 0, decay_ = 0;
 };
 
+class MuonDirectionRule {
+ public:
+  using Args = MuonDirection;
+  static constexpr int kBlocksPerMultiprocessor = 6;
+
+  __device__ explicit MuonDirectionRule(const MuonDirection& p)
+      : scale_(p.grad_scale == nullptr ? 1.0f : *p.grad_scale) {}
+  __device__ void enter(const MuonDirection&, float, float, int64_t) {}
+
+  template <int N, class Grad, class Low>
+  __device__ void update(const MuonDirection& p, int64_t at, const Low&) const {
+    const auto grad = load_streaming<N>(static_cast<const Grad*>(p.grad) + at);
+    Floats<N> b = load_streaming<N>(p.momentum_buffer + at), direction;
+    const float weight = 1 - p.momentum, of_b = p.nesterov ? p.momentum : 1.0f;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      const float g = tessera::cuda::to_float(grad[i]) * scale_;
+      b[i] += weight * (g - b[i]);
+      direction[i] = g + of_b * (b[i] - g);
+    }
+    store_streaming(p.momentum_buffer + at, b);
+    store_floats(p.direction + at, direction);
+  }
+
+ private:
+  float scale_;
+};
+
+class MuonApplyRule {
+ public:
+  using Args = MuonApply;
+  static constexpr int kBlocksPerMultiprocessor = 6;
+
+  __device__ explicit MuonApplyRule(const MuonApply&) {}
+  __device__ void enter(const MuonApply& p, float lr_factor, float decay_factor, int64_t segment) {
+    const float lr = p.lr * lr_factor;
+    keep_ = 1 - lr * p.weight_decay * decay_factor;
+    step_ = lr * p.scales[segment];
+  }
+
+  template <int N, class Grad, class Low>
+  __device__ void update(const MuonApply& p, int64_t at, const Low& low) const {
+    const Floats<N> o = load_floats<N>(p.orthogonal + at);
+    Floats<N> master = load_streaming<N>(p.master + at);
+#pragma unroll
+    for (int i = 0; i < N; ++i) master[i] = keep_ * master[i] - step_ * o[i];
+    store_streaming(p.master + at, master);
+    low.store(p, at, master);
+  }
+
+ private:
+  float keep_ = 0, step_ = 0;
+};
+
 class LionRule {
  public:
   using Args = LionStep;
@@ -235,7 +294,7 @@ class LionRule {
   __device__ explicit LionRule(const LionStep& p)
       : scale_(p.grad_scale == nullptr ? 1.0f : *p.grad_scale) {}
 
-  __device__ void enter(const LionStep& p, float lr_factor, float decay_factor) {
+  __device__ void enter(const LionStep& p, float lr_factor, float decay_factor, int64_t) {
     lr_ = p.lr * lr_factor;
     keep_ = 1 - lr_ * p.weight_decay * decay_factor;
   }
@@ -265,6 +324,175 @@ class LionRule {
   float scale_, lr_ = 0, keep_ = 0;
 };
 
+class AdafactorApplyRule {
+ public:
+  using Args = AdafactorApply;
+  static constexpr int kBlocksPerMultiprocessor = 4;
+
+  __device__ explicit AdafactorApplyRule(const AdafactorApply&) {}
+  __device__ void enter(const AdafactorApply& p, float lr_factor, float decay_factor,
+                        int64_t segment) {
+    const float lr = p.lr * lr_factor;
+    keep_ = 1 - lr * p.weight_decay * decay_factor;
+    const int64_t* const place = p.places + 5 * segment;
+    rows_ = p.values + place[0];
+    cols_ = p.values + place[1];
+    divisor_ = p.values[place[2]];
+    step_ = p.values[place[2] + 1];
+    num_cols_ = place[3];
+    origin_ = place[4];
+  }
+
+  template <int N, class Grad, class Low>
+  __device__ void update(const AdafactorApply& p, int64_t at, const Low& low) const {
+    const Floats<N> g = load_floats<N>(p.scaled + at);
+    Floats<N> master = load_streaming<N>(p.master + at);
+    const int64_t element = origin_ + p.first + at;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      const bool is_vector = num_cols_ == 0;
+      const int64_t row = is_vector ? 0 : (element + i) / num_cols_;
+      const int64_t col = element + i - row * num_cols_;
+      const float value = (is_vector ? 1.0f : rows_[row]) * cols_[col] / divisor_;
+      const float v = value > p.least ? value : p.least;
+      master[i] = keep_ * master[i] - step_ * (g[i] / sqrtf(v));
+    }
+    store_streaming(p.master + at, master);
+    low.store(p, at, master);
+  }
+
+ private:
+  const float* rows_ = nullptr;
+  const float* cols_ = nullptr;
+  float keep_ = 0, divisor_ = 1, step_ = 0;
+  int64_t num_cols_ = 0, origin_ = 0;
+};
+
+/// A warp takes 256 elements.
+template <class Grad>
+__global__ void __launch_bounds__(kBlock) adafactor_collect_kernel(AdafactorCollect p) {
+  if (p.skip != nullptr && *p.skip != 0) return;
+  const float scale = p.grad_scale == nullptr ? 1.0f : *p.grad_scale;
+  Segment segment;
+  const int lane = static_cast<int>(threadIdx.x) % tessera::cuda::kWarpSize;
+  const int64_t num_blocks = ceil_div(p.numel, kStateBlock);
+  const int64_t warps = static_cast<int64_t>(gridDim.x) * (kBlock / tessera::cuda::kWarpSize);
+  for (int64_t block =
+           (static_cast<int64_t>(blockIdx.x) * kBlock + threadIdx.x) / tessera::cuda::kWarpSize;
+       block < num_blocks; block += warps) {
+    const int64_t begin = block * kStateBlock;
+    if (p.first + begin >= segment.end) seek(p, p.first + begin, segment);
+    if (segment.begin > p.first + begin) continue;  // padding
+    int64_t end = segment.end - p.first;
+    if (end > p.numel) end = p.numel;
+    if (end > begin + kStateBlock) end = begin + kStateBlock;
+    float sum = 0;
+    for (int64_t at = begin + lane; at < end; at += tessera::cuda::kWarpSize) {
+      p.scaled[at] = tessera::cuda::to_float(static_cast<const Grad*>(p.grad)[at]) * scale;
+      sum += p.master[at] * p.master[at];
+    }
+    sum = tessera::cuda::warp_sum(sum);
+    if (lane == 0) p.squares[block] = sum;
+  }
+}
+
+__device__ float adafactor_weight(const AdafactorFactors& p) {
+  return static_cast<float>(pow(static_cast<double>(*p.step), p.beta2_decay));
+}
+
+/// A block a row.
+__global__ void __launch_bounds__(kBlock) adafactor_rows_kernel(AdafactorFactors p) {
+  if (p.skip != nullptr && *p.skip != 0) return;
+  float* const smem = tessera::cuda::dynamic_smem<float>();
+  for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
+    float sum = 0;
+    for (int64_t c = threadIdx.x; c < p.cols; c += kBlock) {
+      const float g = p.g[row * p.cols + c];
+      sum += g * g;
+    }
+    sum = tessera::cuda::block_sum<kBlock>(sum, smem);
+    if (threadIdx.x != 0) continue;
+    const float old = p.values[row];
+    p.next[row] = old + adafactor_weight(p) * (sum / static_cast<float>(p.cols) - old);
+  }
+}
+
+/// A thread a column, so that neighbours read neighbours.
+__global__ void __launch_bounds__(kBlock) adafactor_cols_kernel(AdafactorFactors p) {
+  const int64_t rows = p.rows == 0 ? 1 : p.rows;
+  if (p.skip != nullptr && *p.skip != 0) {
+    for (int64_t i = static_cast<int64_t>(blockIdx.x) * kBlock + threadIdx.x;
+         i < p.rows + p.cols + 2; i += static_cast<int64_t>(gridDim.x) * kBlock) {
+      p.next[i] = p.values[i];
+    }
+    return;
+  }
+  for (int64_t c = static_cast<int64_t>(blockIdx.x) * kBlock + threadIdx.x; c < p.cols;
+       c += static_cast<int64_t>(gridDim.x) * kBlock) {
+    float sum = 0;
+    for (int64_t r = 0; r < rows; ++r) {
+      const float g = p.g[r * p.cols + c];
+      sum += g * g;
+    }
+    const float old = p.values[p.rows + c];
+    p.next[p.rows + c] = old + adafactor_weight(p) * (sum / static_cast<float>(rows) - old);
+  }
+}
+
+/// One block: the divisor.
+__global__ void __launch_bounds__(kBlock) adafactor_mean_kernel(AdafactorFactors p) {
+  if (p.skip != nullptr && *p.skip != 0) return;
+  double sum = 0;
+  for (int64_t r = threadIdx.x; r < p.rows; r += kBlock) sum += static_cast<double>(p.next[r]);
+  sum = tessera::cuda::block_sum<kBlock>(sum, tessera::cuda::dynamic_smem<double>());
+  if (threadIdx.x != 0) return;
+  const float mean = p.rows == 0 ? 1.0f : static_cast<float>(sum / static_cast<double>(p.rows));
+  const float eps = static_cast<float>(p.eps1);
+  p.next[p.rows + p.cols] = mean > eps ? mean : eps;
+}
+
+/// As many blocks as parts, whatever the device: the sum's order is fixed.
+__global__ void __launch_bounds__(kBlock) adafactor_norm_kernel(AdafactorFactors p) {
+  if (p.skip != nullptr && *p.skip != 0) return;
+  const float divisor = p.next[p.rows + p.cols];
+  const float least = static_cast<float>(p.eps1 * p.eps1);
+  const int64_t numel = p.rows == 0 ? p.cols : p.rows * p.cols;
+  float sum = 0;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kBlock + threadIdx.x; i < numel;
+       i += AdafactorFactors::kParts * kBlock) {
+    const int64_t row = i / p.cols;
+    const float value =
+        (p.rows == 0 ? 1.0f : p.next[row]) * p.next[p.rows + i - row * p.cols] / divisor;
+    const float v = value > least ? value : least;
+    sum += p.g[i] * p.g[i] / v;
+  }
+  sum = tessera::cuda::block_sum<kBlock>(sum, tessera::cuda::dynamic_smem<float>());
+  if (threadIdx.x == 0) p.workspace[blockIdx.x] = sum;
+}
+
+/// One block: what the update is multiplied by.
+__global__ void __launch_bounds__(kBlock) adafactor_step_kernel(AdafactorFactors p) {
+  if (p.skip != nullptr && *p.skip != 0) return;
+  double* const smem = tessera::cuda::dynamic_smem<double>();
+  const int64_t numel = p.rows == 0 ? p.cols : p.rows * p.cols;
+  double update = 0, squares = 0;
+  for (int64_t i = threadIdx.x; i < AdafactorFactors::kParts; i += kBlock) {
+    update += static_cast<double>(p.workspace[i]);
+  }
+  for (int64_t i = threadIdx.x; i < ceil_div(numel, kStateBlock); i += kBlock) {
+    squares += static_cast<double>(p.squares[i]);
+  }
+  update = tessera::cuda::block_sum<kBlock>(update, smem);
+  squares = tessera::cuda::block_sum<kBlock>(squares, smem);
+  if (threadIdx.x != 0) return;
+  const auto n = static_cast<double>(numel);
+  const double slowest = 1 / sqrt(static_cast<double>(*p.step));
+  const double rho = p.lr < slowest ? p.lr : slowest;
+  const double rms = sqrt(squares / n), update_rms = sqrt(update / n) / p.d;
+  const double alpha = (rms > p.eps2 ? rms : p.eps2) * rho;
+  p.next[p.rows + p.cols + 1] = static_cast<float>(alpha / (update_rms > 1 ? update_rms : 1.0));
+}
+
 /// No update: only the low-precision copy is made again.
 class RoundRule {
  public:
@@ -272,7 +500,7 @@ class RoundRule {
   static constexpr int kBlocksPerMultiprocessor = 6;
 
   __device__ explicit RoundRule(const RoundLow&) {}
-  __device__ void enter(const RoundLow&, float, float) {}
+  __device__ void enter(const RoundLow&, float, float, int64_t) {}
 
   template <int N, class Grad, class Low>
   __device__ void update(const RoundLow& p, int64_t at, const Low& low) const {
@@ -280,6 +508,157 @@ class RoundRule {
     low.store(p, at, master);
   }
 };
+
+/// The code of a scaled value: how many thresholds are below it.
+__device__ uint8_t code_of(const float* thresholds, float x) {
+  int code = 0;
+#pragma unroll
+  for (int half = 128; half > 0; half /= 2) {
+    if (thresholds[code + half - 1] < x) code += half;
+  }
+  return static_cast<uint8_t>(code);
+}
+
+/// The larger one; what is not a number wins.
+__device__ float larger(float a, float b) {
+  return a > b || a != a ? a : b;
+}
+
+/// The largest of a warp's magnitudes: the scale of its codes. Not a number if it is not finite.
+__device__ float scale_of_warp(float absmax) {
+#pragma unroll
+  for (int distance = tessera::cuda::kWarpSize / 2; distance > 0; distance /= 2) {
+    absmax = larger(absmax, __shfl_xor_sync(tessera::cuda::kFullMask, absmax, distance));
+  }
+  return absmax <= 3.402823466e38f ? absmax : __uint_as_float(0x7fc00000u);
+}
+
+/// The codes of the first `count` of `values`.
+template <int N>
+__device__ void store_codes(uint8_t* codes, const Floats<N>& values, float absmax,
+                            const float* thresholds, int64_t count) {
+  const float inverse = 1 / absmax;
+  const auto code = [&](float value) {
+    const float x = value * inverse;
+    return absmax > 0 ? code_of(thresholds, x > -1 ? (x < 1 ? x : 1.0f) : -1.0f) : uint8_t{0};
+  };
+  if (count >= N) {
+    tessera::cuda::Vec<uint8_t, N> out;
+#pragma unroll
+    for (int i = 0; i < N; ++i) out[i] = code(values[i]);
+    tessera::cuda::store_vec(codes, out);
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    if (i < count) codes[i] = code(values[i]);
+  }
+}
+
+/// A warp takes a block of states: each lane two times four neighbours, or their single elements at
+/// the end of a segment. The maps are in shared memory.
+constexpr int kLaneElements = kStateBlock / tessera::cuda::kWarpSize;
+static_assert(kLaneElements == 2 * kWidth);
+constexpr int kStateBlocksPerMultiprocessor =
+    2;  // 128 registers a thread: both moments stay in them
+
+template <class Low, class Grad, int N>
+__global__ void __launch_bounds__(kBlock, kStateBlocksPerMultiprocessor)
+    adamw_8bit_kernel(AdamW8bitStep p) {
+  if (p.skip != nullptr && *p.skip != 0) return;
+  float* const maps = tessera::cuda::dynamic_smem<float>();
+  for (int i = static_cast<int>(threadIdx.x); i < 4 * 256; i += kBlock) maps[i] = p.maps[i];
+  __syncthreads();
+  const float* const m_values = maps;
+  const float* const m_thresholds = maps + 256;
+  const float* const v_values = maps + 512;
+  const float* const v_thresholds = maps + 768;
+  const double inverse_correction1 = 1 / (1 - power(p.beta1, *p.step));
+  const float root2 = static_cast<float>(1 / sqrt(1 - power(p.beta2, *p.step)));
+  const float scale = p.grad_scale == nullptr ? 1.0f : *p.grad_scale;
+  const float beta1 = static_cast<float>(p.beta1), beta2 = static_cast<float>(p.beta2);
+  const float weight1 = static_cast<float>(1 - p.beta1);
+  const float weight2 = static_cast<float>(1 - p.beta2);
+  const float eps = static_cast<float>(p.eps);
+  Low low(p);
+  Segment segment;
+  const int lane = static_cast<int>(threadIdx.x) % tessera::cuda::kWarpSize;
+  const int64_t num_blocks = ceil_div(p.numel, kStateBlock);
+  const int64_t warps = static_cast<int64_t>(gridDim.x) * (kBlock / tessera::cuda::kWarpSize);
+  for (int64_t block =
+           (static_cast<int64_t>(blockIdx.x) * kBlock + threadIdx.x) / tessera::cuda::kWarpSize;
+       block < num_blocks; block += warps) {
+    const int64_t begin = block * kStateBlock;
+    if (p.first + begin >= segment.end) seek(p, p.first + begin, segment);
+    const bool is_here = segment.begin <= p.first + begin;  // else the block is padding
+    int64_t end = begin;
+    float keep = 0, step_size = 0;
+    if (is_here) {
+      end = segment.end - p.first;
+      if (end > p.numel) end = p.numel;
+      if (end > begin + kStateBlock) end = begin + kStateBlock;
+      const double lr =
+          static_cast<double>(p.lr) * static_cast<double>(p.factors[2 * segment.index]);
+      const double decay = static_cast<double>(p.weight_decay) *
+                           static_cast<double>(p.factors[2 * segment.index + 1]);
+      keep = static_cast<float>(1 - lr * decay);
+      step_size = static_cast<float>(lr * inverse_correction1);
+      low.enter(p, segment.index);
+    }
+    const float m_scale = is_here ? p.exp_avg_absmax[block] : 0;
+    const float v_scale = is_here ? p.exp_avg_sq_absmax[block] : 0;
+    Floats<N> m[kLaneElements / N], v[kLaneElements / N];
+    float m_absmax = 0, v_absmax = 0;
+    const auto at_of = [&](int k) { return begin + (k * tessera::cuda::kWarpSize + lane) * N; };
+#pragma unroll
+    for (int k = 0; k < kLaneElements / N; ++k) {
+      const int64_t at = at_of(k);
+      const auto update = [&](int i, float grad, uint8_t m_code, uint8_t v_code, float& master) {
+        const float g = grad * scale;
+        m[k][i] = __fmaf_rn(weight1, g, beta1 * (m_values[m_code] * m_scale));  // as the CPU does
+        v[k][i] = __fmaf_rn(weight2 * g, g, beta2 * (v_values[v_code] * v_scale));
+        master = __fmul_rn(keep, master) - step_size * m[k][i] / (sqrtf(v[k][i]) * root2 + eps);
+        m_absmax = larger(m_absmax, fabsf(m[k][i]));
+        v_absmax = larger(v_absmax, fabsf(v[k][i]));
+      };
+      const Grad* const grads = static_cast<const Grad*>(p.grad) + at;
+      if (at + N <= end && low.takes_vector(p.first + at)) {
+        const auto grad = load_streaming<N>(grads);
+        const auto m_codes = tessera::cuda::load_vec<N>(p.exp_avg + at);
+        const auto v_codes = tessera::cuda::load_vec<N>(p.exp_avg_sq + at);
+        Floats<N> master = load_streaming<N>(p.master + at);
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+          update(i, tessera::cuda::to_float(grad[i]), m_codes[i], v_codes[i], master[i]);
+        }
+        store_streaming(p.master + at, master);
+        low.store(p, at, master);
+        continue;
+      }
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        if (at + i >= end) continue;
+        Floats<1> master = load_streaming<1>(p.master + at + i);
+        update(i, tessera::cuda::to_float(grads[i]), p.exp_avg[at + i], p.exp_avg_sq[at + i],
+               master[0]);
+        store_streaming(p.master + at + i, master);
+        low.store(p, at + i, master);
+      }
+    }
+    m_absmax = scale_of_warp(m_absmax);
+    v_absmax = scale_of_warp(v_absmax);
+#pragma unroll
+    for (int k = 0; k < kLaneElements / N; ++k) {
+      const int64_t at = at_of(k);
+      store_codes<N>(p.exp_avg + at, m[k], m_absmax, m_thresholds, end - at);
+      store_codes<N>(p.exp_avg_sq + at, v[k], v_absmax, v_thresholds, end - at);
+    }
+    if (is_here && lane == 0) {
+      p.exp_avg_absmax[block] = m_absmax;
+      p.exp_avg_sq_absmax[block] = v_absmax;
+    }
+  }
+}
 
 template <class Rule, class Low, class Grad, int N>
 __global__ void __launch_bounds__(kBlock, Rule::kBlocksPerMultiprocessor)
@@ -292,7 +671,7 @@ __global__ void __launch_bounds__(kBlock, Rule::kBlocksPerMultiprocessor)
     if (at < segment.end) return;
     seek(p, at, segment);
     if (segment.index < p.num_segments) {
-      rule.enter(p, p.factors[2 * segment.index], p.factors[2 * segment.index + 1]);
+      rule.enter(p, p.factors[2 * segment.index], p.factors[2 * segment.index + 1], segment.index);
       low.enter(p, segment.index);
     }
   };
@@ -343,19 +722,34 @@ bool is_stochastic(const FlatUpdate& p) {
   return p.low != nullptr && p.rounding.segments != nullptr && p.low_dtype != kF32;
 }
 
-template <class Rule>
+/// `kWritesLow`: the rule stores the low-precision copy.
+template <class Rule, bool kWritesLow = true>
 void launch_update(const char* name, const typename Rule::Args& p, bool is_aligned,
                    cudaStream_t stream) {
   if (p.numel == 0 || p.num_segments == 0) return;
   if (p.low != nullptr) check_device_float(p.low_dtype, name);
   tessera::cuda::visit_device_float(p.grad_dtype, name, [&](auto tag) {
     using Grad = typename decltype(tag)::type;
-    if (is_stochastic(p)) {
-      launch_with<Rule, StochasticLow, Grad>(name, p, is_aligned, stream);
-    } else {
-      launch_with<Rule, NearestLow, Grad>(name, p, is_aligned, stream);
+    if constexpr (kWritesLow) {
+      if (is_stochastic(p)) {
+        launch_with<Rule, StochasticLow, Grad>(name, p, is_aligned, stream);
+        return;
+      }
     }
+    launch_with<Rule, NearestLow, Grad>(name, p, is_aligned, stream);
   });
+}
+
+template <class Rule>
+void launch_without_gradient(const char* name, const typename Rule::Args& p, bool is_aligned,
+                             cudaStream_t stream) {
+  if (p.numel == 0 || p.num_segments == 0) return;
+  if (p.low != nullptr) check_device_float(p.low_dtype, name);
+  if (is_stochastic(p)) {
+    launch_with<Rule, StochasticLow, float>(name, p, is_aligned, stream);
+  } else {
+    launch_with<Rule, NearestLow, float>(name, p, is_aligned, stream);
+  }
 }
 
 }  // namespace
@@ -365,22 +759,82 @@ void adamw_step(CUstream_st* stream, const AdamWStep& p) {
                            stream);
 }
 
+void adamw_8bit_step(CUstream_st* stream, const AdamW8bitStep& p) {
+  constexpr const char* kName = "adamw_8bit_step";
+  if (p.numel == 0 || p.num_segments == 0) return;
+  if (p.low != nullptr) check_device_float(p.low_dtype, kName);
+  const bool is_aligned = is_aligned16(p.master) && is_aligned16(p.grad) && is_aligned16(p.low) &&
+                          is_aligned16(p.exp_avg) && is_aligned16(p.exp_avg_sq);
+  LaunchConfig config =
+      flat_update_config(p.numel, kLaneElements, kStateBlocksPerMultiprocessor, stream);
+  config.smem_bytes = 4 * 256 * sizeof(float);
+  tessera::cuda::visit_device_float(p.grad_dtype, kName, [&](auto tag) {
+    using Grad = typename decltype(tag)::type;
+    const auto go = [&](auto width) {
+      constexpr int kN = decltype(width)::value;
+      if (is_stochastic(p)) {
+        launch(kName, &adamw_8bit_kernel<StochasticLow, Grad, kN>, config, p);
+      } else {
+        launch(kName, &adamw_8bit_kernel<NearestLow, Grad, kN>, config, p);
+      }
+    };
+    if (is_aligned) {
+      go(std::integral_constant<int, kWidth>{});
+    } else {
+      go(std::integral_constant<int, 1>{});
+    }
+  });
+}
+
 void sgd_step(CUstream_st* stream, const SgdStep& p) {
   launch_update<SgdRule>("sgd_step", p, is_aligned16(p.momentum_buffer), stream);
+}
+
+void muon_direction(CUstream_st* stream, const MuonDirection& p) {
+  launch_update<MuonDirectionRule, false>(
+      "muon_direction", p, is_aligned16(p.momentum_buffer) && is_aligned16(p.direction), stream);
+}
+
+void muon_apply(CUstream_st* stream, const MuonApply& p) {
+  launch_without_gradient<MuonApplyRule>("muon_apply", p, is_aligned16(p.orthogonal), stream);
 }
 
 void lion_step(CUstream_st* stream, const LionStep& p) {
   launch_update<LionRule>("lion_step", p, is_aligned16(p.exp_avg), stream);
 }
 
-void round_low(CUstream_st* stream, const RoundLow& p) {
-  if (p.numel == 0 || p.num_segments == 0 || p.low == nullptr) return;
-  check_device_float(p.low_dtype, "round_low");
-  if (is_stochastic(p)) {
-    launch_with<RoundRule, StochasticLow, float>("round_low", p, true, stream);
-  } else {
-    launch_with<RoundRule, NearestLow, float>("round_low", p, true, stream);
+void adafactor_collect(CUstream_st* stream, const AdafactorCollect& p) {
+  if (p.numel == 0 || p.num_segments == 0) return;
+  tessera::cuda::visit_device_float(p.grad_dtype, "adafactor_collect", [&](auto tag) {
+    using Grad = typename decltype(tag)::type;
+    launch("adafactor_collect", &adafactor_collect_kernel<Grad>,
+           flat_update_config(p.numel, kLaneElements, 4, stream), p);
+  });
+}
+
+void adafactor_factors(CUstream_st* stream, const AdafactorFactors& p) {
+  constexpr size_t kSums = kBlock / tessera::cuda::kWarpSize * sizeof(double);
+  const auto blocks = [](int64_t wanted) {
+    return grid_blocks(std::min(wanted, int64_t{8} * tessera::cuda::num_multiprocessors()));
+  };
+  if (p.rows > 0) {
+    launch("adafactor_rows", &adafactor_rows_kernel,
+           LaunchConfig{blocks(p.rows), kBlock, kSums, stream}, p);
   }
+  launch("adafactor_cols", &adafactor_cols_kernel,
+         LaunchConfig{blocks(ceil_div(p.cols, kBlock)), kBlock, 0, stream}, p);
+  launch("adafactor_mean", &adafactor_mean_kernel, LaunchConfig{1, kBlock, kSums, stream}, p);
+  launch("adafactor_norm", &adafactor_norm_kernel,
+         LaunchConfig{static_cast<unsigned>(AdafactorFactors::kParts), kBlock, kSums, stream}, p);
+  launch("adafactor_step", &adafactor_step_kernel, LaunchConfig{1, kBlock, kSums, stream}, p);
+}
+
+void adafactor_apply(CUstream_st* stream, const AdafactorApply& p) {
+  launch_without_gradient<AdafactorApplyRule>("adafactor_apply", p, is_aligned16(p.scaled), stream);
+}
+
+void round_low(CUstream_st* stream, const RoundLow& p) {
+  if (p.low != nullptr) launch_without_gradient<RoundRule>("round_low", p, true, stream);
 }
 
 void advance_step(CUstream_st* stream, const AdvanceStep& p) {

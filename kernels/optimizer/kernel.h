@@ -50,6 +50,23 @@ struct AdamWStep : FlatUpdate {
 };
 TESSERA_DECLARE_KERNEL(adamw_step, AdamWStep);
 
+/// AdamW whose moments are 8-bit codes ([Note: Eight-bit states]). Both are decoded, updated and
+/// used in f32, and then coded again; the rest as in AdamWStep, but for the order of
+///   m = beta1 m + (1 - beta1) g
+/// Moments have the same bits on every device: products are rounded, sums with them once.
+/// Blocks begin with the segments, at multiples of kStateBlock of the shard, as does `first`.
+struct AdamW8bitStep : FlatUpdate {
+  uint8_t* exp_avg;          ///< codes of m
+  uint8_t* exp_avg_sq;       ///< codes of v
+  float* exp_avg_absmax;     ///< of the blocks of m
+  float* exp_avg_sq_absmax;  ///< of v
+  const float* maps;         ///< 4 x 256: `dynamic_maps()`
+  const int64_t* step;
+  double beta1, beta2, eps;
+  Cost cost() const;
+};
+TESSERA_DECLARE_KERNEL(adamw_8bit_step, AdamW8bitStep);
+
 /// Gradient descent with momentum, as PyTorch computes it (dampening 0):
 ///   g = grad * grad_scale + weight_decay p;   b = momentum b + g
 ///   p = p - lr d   with d = b, or g + momentum b with `nesterov`, or g without momentum_buffer
@@ -61,6 +78,27 @@ struct SgdStep : FlatUpdate {
 };
 TESSERA_DECLARE_KERNEL(sgd_step, SgdStep);
 
+/// The first half of Muon (Jordan et al. 2024), before whole matrices are orthogonalized:
+///   g = grad * grad_scale;   b = b + (1 - momentum) (g - b)
+///   direction = g + momentum (b - g) with `nesterov`, else b; rounded
+/// Neither master nor low is touched.
+struct MuonDirection : FlatUpdate {
+  float* momentum_buffer;  ///< b
+  BFloat16* direction;
+  float momentum;
+  bool nesterov;
+  Cost cost() const;
+};
+TESSERA_DECLARE_KERNEL(muon_direction, MuonDirection);
+
+/// The second half: p = p (1 - lr weight_decay) - lr scale o;   low = p rounded. No gradient is read.
+struct MuonApply : FlatUpdate {
+  const BFloat16* orthogonal;  ///< o
+  const float* scales;         ///< of the segments
+  Cost cost() const;
+};
+TESSERA_DECLARE_KERNEL(muon_apply, MuonApply);
+
 /// Lion (Chen et al. 2023):
 ///   g = grad * grad_scale;   p = p (1 - lr weight_decay) - lr sign(beta1 m + (1 - beta1) g)
 ///   m = beta2 m + (1 - beta2) g;   low = p rounded;   sign(0) = 0
@@ -70,6 +108,49 @@ struct LionStep : FlatUpdate {
   Cost cost() const;
 };
 TESSERA_DECLARE_KERNEL(lion_step, LionStep);
+
+/// The first of three parts of Adafactor: what the factors of whole parameters are made of.
+///   scaled = grad * grad_scale;   squares[k] = sum of master^2 over 256 elements
+/// Segments begin at multiples of 256 of the shard, as does `first`.
+struct AdafactorCollect : FlatUpdate {
+  float* scaled;
+  float* squares;  ///< [numel / 256], rounded up
+  Cost cost() const;
+};
+TESSERA_DECLARE_KERNEL(adafactor_collect, AdafactorCollect);
+
+/// The second: of one whole parameter. `next` and `values` are rows, columns and two scalars one
+/// after the other: of the step before, and of this. The scalars are max(mean of rows, eps1) and
+/// what the update is multiplied by. A vector has no rows, and its second moments are the columns.
+struct AdafactorFactors {
+  float* next;
+  const float* values;
+  const float* g;        ///< [rows, cols] scaled gradient
+  const float* squares;  ///< of the parameter
+  float* workspace;      ///< `workspace_numel` values
+  const int64_t* step;
+  const uint8_t* skip;  ///< not 0: next = values; or absent
+  int64_t rows, cols;
+  double lr, beta2_decay, eps1, eps2, d;
+  static constexpr int64_t kParts = 256;  ///< of the norm of an update
+  static int64_t workspace_numel() { return kParts; }
+  int64_t numel() const { return rows == 0 ? cols : rows * cols; }
+  Cost cost() const;
+};
+TESSERA_DECLARE_KERNEL(adafactor_factors, AdafactorFactors);
+
+/// The third: p = p (1 - lr weight_decay) - scalar u;   low = p rounded. No gradient is read but
+/// `scaled`.
+struct AdafactorApply : FlatUpdate {
+  const float* scaled;
+  const float* values;
+  /// Of each segment: where rows, columns and scalars begin in `values`, the number of columns (0: a
+  /// vector), and which element of the parameter element 0 of the shard would be.
+  const int64_t* places;
+  float least;  ///< eps1^2
+  Cost cost() const;
+};
+TESSERA_DECLARE_KERNEL(adafactor_apply, AdafactorApply);
 
 /// low = the master, as the update before rounded it: to nearest if *rounding.step is 0.
 struct RoundLow : FlatUpdate {

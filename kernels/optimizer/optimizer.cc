@@ -1,5 +1,6 @@
 #include "kernels/optimizer/optimizer.h"
 
+#include "kernels/optimizer/dynamic_map.h"
 #include "kernels/optimizer/kernel.h"
 
 namespace tessera {
@@ -33,6 +34,17 @@ Cost AdamWStep::cost() const {
       .read(step, 8);
 }
 
+Cost AdamW8bitStep::cost() const {
+  const int64_t blocks = (numel + kStateBlock - 1) / kStateBlock;
+  return FlatUpdate::cost(35)
+      .write_or_accumulate(exp_avg, numel, true)
+      .write_or_accumulate(exp_avg_sq, numel, true)
+      .write_or_accumulate(exp_avg_absmax, nbytes_of(kF32, blocks), true)
+      .write_or_accumulate(exp_avg_sq_absmax, nbytes_of(kF32, blocks), true)
+      .read(maps, nbytes_of(kF32, 4 * 256))
+      .read(step, 8);
+}
+
 Cost SgdStep::cost() const {
   return FlatUpdate::cost(momentum_buffer == nullptr ? 5
                           : nesterov                 ? 9
@@ -40,8 +52,52 @@ Cost SgdStep::cost() const {
       .write_or_accumulate(momentum_buffer, nbytes_of(kF32, numel), true);
 }
 
+Cost MuonDirection::cost() const {
+  return Cost(6.0 * static_cast<double>(numel))
+      .write_or_accumulate(momentum_buffer, nbytes_of(kF32, numel), true)
+      .write(direction, nbytes_of(kBF16, numel))
+      .read(grad, nbytes_of(grad_dtype, numel))
+      .read(bounds, nbytes_of(kI64, 2 * num_segments))
+      .read(grad_scale, 4)
+      .read(skip, 1);
+}
+
+Cost MuonApply::cost() const {
+  return FlatUpdate::cost(3)
+      .read(orthogonal, nbytes_of(kBF16, numel))
+      .read(scales, nbytes_of(kF32, num_segments));
+}
+
 Cost LionStep::cost() const {
   return FlatUpdate::cost(11).write_or_accumulate(exp_avg, nbytes_of(kF32, numel), true);
+}
+
+Cost AdafactorCollect::cost() const {
+  return Cost(3.0 * static_cast<double>(numel))
+      .write(scaled, nbytes_of(kF32, numel))
+      .write(squares, nbytes_of(kF32, (numel + kStateBlock - 1) / kStateBlock))
+      .read(master, nbytes_of(kF32, numel))
+      .read(grad, nbytes_of(grad_dtype, numel))
+      .read(bounds, nbytes_of(kI64, 2 * num_segments))
+      .read(grad_scale, 4)
+      .read(skip, 1);
+}
+
+Cost AdafactorFactors::cost() const {
+  return Cost(10.0 * static_cast<double>(numel()))
+      .write(next, nbytes_of(kF32, rows + cols + 2))
+      .read(values, nbytes_of(kF32, rows + cols + 2))
+      .read(g, nbytes_of(kF32, numel()))
+      .read(squares, nbytes_of(kF32, (numel() + kStateBlock - 1) / kStateBlock))
+      .write(workspace, nbytes_of(kF32, workspace_numel()))
+      .read(step, 8)
+      .read(skip, 1);
+}
+
+Cost AdafactorApply::cost() const {
+  return FlatUpdate::cost(8)
+      .read(scaled, nbytes_of(kF32, numel))
+      .read(places, nbytes_of(kI64, 5 * num_segments));
 }
 
 Cost RoundLow::cost() const {
@@ -59,8 +115,14 @@ Cost AdvanceStep::cost() const {
 }
 
 TESSERA_DEFINE_KERNEL(adamw_step, AdamWStep);
+TESSERA_DEFINE_KERNEL(adamw_8bit_step, AdamW8bitStep);
 TESSERA_DEFINE_KERNEL(sgd_step, SgdStep);
+TESSERA_DEFINE_KERNEL(muon_direction, MuonDirection);
+TESSERA_DEFINE_KERNEL(muon_apply, MuonApply);
 TESSERA_DEFINE_KERNEL(lion_step, LionStep);
+TESSERA_DEFINE_KERNEL(adafactor_collect, AdafactorCollect);
+TESSERA_DEFINE_KERNEL(adafactor_factors, AdafactorFactors);
+TESSERA_DEFINE_KERNEL(adafactor_apply, AdafactorApply);
 TESSERA_DEFINE_KERNEL(round_low, RoundLow);
 TESSERA_DEFINE_KERNEL(advance_step, AdvanceStep);
 
@@ -175,6 +237,37 @@ void adamw_step(const FlatUpdate& update, const AdamWUpdate& adamw) {
   mark_changed(update.low);
 }
 
+void adamw_8bit_step(const FlatUpdate& update, const AdamW8bitUpdate& adamw) {
+  constexpr const char* kOp = "adamw_8bit_step";
+  const kernels::FlatUpdate args = flat_args(kOp, update);
+  TESSERA_CHECK_SHAPE(update.first % kernels::kStateBlock == 0,
+                      "{}: first must be a multiple of {}, got {}", kOp, kernels::kStateBlock,
+                      update.first);
+  const Shape blocks{(update.master.numel() + kernels::kStateBlock - 1) / kernels::kStateBlock};
+  const auto check = [&](const char* name, const Tensor& t, const Shape& shape, DType dtype) {
+    TESSERA_CHECK_SHAPE(t.is_contiguous() && t.shape() == shape,
+                        "{}: {} must be contiguous {}, got {}", kOp, name, shape, t.shape());
+    TESSERA_CHECK_DTYPE(t.dtype() == dtype, "{}: {} must be {}, got {}", kOp, name, dtype,
+                        t.dtype());
+  };
+  check("exp_avg", adamw.exp_avg, update.master.shape(), kU8);
+  check("exp_avg_sq", adamw.exp_avg_sq, update.master.shape(), kU8);
+  check("exp_avg_absmax", adamw.exp_avg_absmax, blocks, kF32);
+  check("exp_avg_sq_absmax", adamw.exp_avg_sq_absmax, blocks, kF32);
+  check("maps", adamw.maps, {4 * 256}, kF32);
+  check_scalar(kOp, "step", adamw.step, kI64);
+  kernels::adamw_8bit_step(
+      current_stream(),
+      {args, static_cast<uint8_t*>(adamw.exp_avg.raw_data()),
+       static_cast<uint8_t*>(adamw.exp_avg_sq.raw_data()),
+       static_cast<float*>(adamw.exp_avg_absmax.raw_data()),
+       static_cast<float*>(adamw.exp_avg_sq_absmax.raw_data()),
+       static_cast<const float*>(adamw.maps.raw_data()),
+       static_cast<const int64_t*>(adamw.step.raw_data()), adamw.beta1, adamw.beta2, adamw.eps});
+  mark_changed(update.master);
+  mark_changed(update.low);
+}
+
 void sgd_step(const FlatUpdate& update, const SgdUpdate& sgd) {
   const kernels::FlatUpdate args = flat_args("sgd_step", update);
   if (sgd.momentum_buffer.is_defined()) {
@@ -186,11 +279,70 @@ void sgd_step(const FlatUpdate& update, const SgdUpdate& sgd) {
   mark_changed(update.low);
 }
 
+void muon_direction(const FlatUpdate& update, const MuonDirectionUpdate& muon) {
+  constexpr const char* kOp = "muon_direction";
+  const kernels::FlatUpdate args = flat_args(kOp, update);
+  check_state(kOp, "momentum_buffer", muon.momentum_buffer, update.master);
+  check_flat(kOp, "direction", muon.direction, update.master);
+  TESSERA_CHECK_DTYPE(muon.direction.dtype() == kBF16, "{}: direction must be bf16, got {}", kOp,
+                      muon.direction.dtype());
+  kernels::muon_direction(
+      current_stream(),
+      {args, static_cast<float*>(muon.momentum_buffer.raw_data()),
+       static_cast<BFloat16*>(muon.direction.raw_data()), muon.momentum, muon.nesterov});
+}
+
+void muon_apply(const FlatUpdate& update, const MuonApplyUpdate& muon) {
+  constexpr const char* kOp = "muon_apply";
+  kernels::FlatUpdate args = flat_args(kOp, update);
+  args.grad = nullptr;
+  check_flat(kOp, "orthogonal", muon.orthogonal, update.master);
+  TESSERA_CHECK_DTYPE(muon.orthogonal.dtype() == kBF16, "{}: orthogonal must be bf16, got {}", kOp,
+                      muon.orthogonal.dtype());
+  TESSERA_CHECK_SHAPE(muon.scales.numel() == args.num_segments,
+                      "{}: expected a scale of each of the {} segments, got {}", kOp,
+                      args.num_segments, muon.scales.shape());
+  kernels::muon_apply(current_stream(),
+                      {args, static_cast<const BFloat16*>(muon.orthogonal.raw_data()),
+                       static_cast<const float*>(muon.scales.raw_data())});
+  mark_changed(update.master);
+  mark_changed(update.low);
+}
+
 void lion_step(const FlatUpdate& update, const LionUpdate& lion) {
   const kernels::FlatUpdate args = flat_args("lion_step", update);
   check_state("lion_step", "exp_avg", lion.exp_avg, update.master);
   kernels::lion_step(current_stream(),
                      {args, static_cast<float*>(lion.exp_avg.raw_data()), lion.beta1, lion.beta2});
+  mark_changed(update.master);
+  mark_changed(update.low);
+}
+
+void adafactor_collect(const FlatUpdate& update, const Tensor& scaled, const Tensor& squares) {
+  constexpr const char* kOp = "adafactor_collect";
+  const kernels::FlatUpdate args = flat_args(kOp, update);
+  check_state(kOp, "scaled", scaled, update.master);
+  const int64_t blocks = (args.numel + kernels::kStateBlock - 1) / kernels::kStateBlock;
+  TESSERA_CHECK_SHAPE(squares.numel() == blocks && args.first % kernels::kStateBlock == 0,
+                      "{}: expected {} sums of squares and first a multiple of {}, got {} and {}",
+                      kOp, blocks, kernels::kStateBlock, squares.shape(), args.first);
+  kernels::adafactor_collect(current_stream(), {args, static_cast<float*>(scaled.raw_data()),
+                                                static_cast<float*>(squares.raw_data())});
+}
+
+void adafactor_apply(const FlatUpdate& update, const Tensor& scaled, const Tensor& values,
+                     const Tensor& places, double eps1) {
+  constexpr const char* kOp = "adafactor_apply";
+  kernels::FlatUpdate args = flat_args(kOp, update);
+  args.grad = nullptr;
+  check_state(kOp, "scaled", scaled, update.master);
+  TESSERA_CHECK_SHAPE(places.numel() == 5 * args.num_segments,
+                      "{}: expected five places of each of the {} segments, got {}", kOp,
+                      args.num_segments, places.shape());
+  kernels::adafactor_apply(current_stream(), {args, static_cast<const float*>(scaled.raw_data()),
+                                              static_cast<const float*>(values.raw_data()),
+                                              static_cast<const int64_t*>(places.raw_data()),
+                                              static_cast<float>(eps1 * eps1)});
   mark_changed(update.master);
   mark_changed(update.low);
 }

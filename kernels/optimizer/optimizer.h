@@ -64,6 +64,17 @@ struct AdamWUpdate {
 /// AdamW with decoupled weight decay. ShapeError or DtypeError if a tensor does not fit.
 void adamw_step(const FlatUpdate& update, const AdamWUpdate& adamw);
 
+struct AdamW8bitUpdate {
+  Tensor exp_avg, exp_avg_sq;                ///< u8 [numel]: codes
+  Tensor exp_avg_absmax, exp_avg_sq_absmax;  ///< f32 [numel / 256], rounded up
+  Tensor maps;                               ///< f32 [1024]: `kernels::dynamic_maps`
+  Tensor step;                               ///< i64 []
+  double beta1 = 0.9, beta2 = 0.999, eps = 1e-8;
+};
+/// AdamW with moments of 8 bits, in blocks of 256 elements that share a scale; segments and `first`
+/// begin at multiples of 256. ShapeError or DtypeError if a tensor does not fit.
+void adamw_8bit_step(const FlatUpdate& update, const AdamW8bitUpdate& adamw);
+
 struct SgdUpdate {
   Tensor momentum_buffer;  ///< f32 [numel]; undefined without momentum
   float momentum = 0;
@@ -73,12 +84,36 @@ struct SgdUpdate {
 /// if a tensor does not fit.
 void sgd_step(const FlatUpdate& update, const SgdUpdate& sgd);
 
+struct MuonDirectionUpdate {
+  Tensor momentum_buffer;  ///< f32 [numel]
+  Tensor direction;        ///< bf16 [numel], written
+  float momentum = 0.95f;
+  bool nesterov = true;
+};
+/// The momentum of Muon, and what is orthogonalized. Neither master nor low changes. ShapeError or
+/// DtypeError if a tensor does not fit.
+void muon_direction(const FlatUpdate& update, const MuonDirectionUpdate& muon);
+
+struct MuonApplyUpdate {
+  Tensor orthogonal;  ///< bf16 [numel]
+  Tensor scales;      ///< f32 [S]: of the segments
+};
+/// master = master (1 - lr weight_decay) - lr scale orthogonal; the gradient is not read. ShapeError
+/// or DtypeError if a tensor does not fit.
+void muon_apply(const FlatUpdate& update, const MuonApplyUpdate& muon);
+
 struct LionUpdate {
   Tensor exp_avg;  ///< f32 [numel]
   double beta1 = 0.9, beta2 = 0.99;
 };
 /// Lion with decoupled weight decay. ShapeError or DtypeError if a tensor does not fit.
 void lion_step(const FlatUpdate& update, const LionUpdate& lion);
+
+/// The parts of Adafactor that go over a shard; kernel.h has the formulas and the layout of `values`
+/// and `places`. ShapeError or DtypeError if a tensor does not fit.
+void adafactor_collect(const FlatUpdate& update, const Tensor& scaled, const Tensor& squares);
+void adafactor_apply(const FlatUpdate& update, const Tensor& scaled, const Tensor& values,
+                     const Tensor& places, double eps1);
 
 /// low = the master of `update`, rounded as the update of its `rounding_step` did: for masters that
 /// come from elsewhere, such as a checkpoint. ShapeError or DtypeError if a tensor does not fit.

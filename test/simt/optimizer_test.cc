@@ -1,4 +1,5 @@
 #include "core/random.h"
+#include "kernels/optimizer/dynamic_map.h"
 #include "kernels/optimizer/kernel.h"
 #include "test/simt/simt_testing.h"
 
@@ -349,6 +350,179 @@ TEST_CASE("simt optimizer: first and last block of a shard above 2^32 bytes", "[
   for (const int64_t i : {int64_t{0}, numel - 1}) {
     CHECK(std::abs(master.as<float>()[i] - 0.5f) < 1e-6f);
     CHECK(static_cast<float>(low.as<BFloat16>()[i]) == 0.5f);
+  }
+}
+
+/// Segments from multiples of 256 on, as eight-bit states and factors want them.
+const Segments kBlockSegments = {{0, 1, 256, 700, 768, 1024, 1280, 1283, 1536, 2600},
+                                 {1, 1, 2, 0, 1, 1, 0.5f, 1, 0.25f, 2}};
+
+TEST_CASE(
+    "simt adamw_8bit_step: any dtype, alignment and window: codes, scales and masters are the "
+    "CPU's",
+    "[optimizer][simt]") {
+  const std::vector<float> maps = kernels::dynamic_maps();
+  struct Window {
+    int64_t first, numel, offset;
+  };
+  for (const auto& [first, numel, offset] :
+       {Window{0, 2600, 0}, {512, 1100, 0}, {0, 1283, 1}, {2304, 296, 0}}) {
+    for (const DType dtype : {kF32, kBF16}) {
+      for (const bool is_stochastic : {false, true}) {
+        CAPTURE(first, numel, offset, is_stochastic);
+        const Case c{.grad_dtype = dtype,
+                     .first = first,
+                     .numel = numel,
+                     .offset = offset,
+                     .segments = kBlockSegments,
+                     .is_stochastic = is_stochastic};
+        const int64_t blocks = (numel + 255) / 256;
+        std::vector<int64_t> codes;
+        for (int64_t i = 0; i < numel; ++i) codes.push_back((i * 37) % 256);
+        const auto run = [&](bool is_cuda) {
+          const Shard shard(c);
+          const DeviceBuffer m(from_values(std::span<const int64_t>(codes), {numel}, kU8), offset),
+              v(from_values(std::span<const int64_t>(codes), {numel}, kU8), offset),
+              m_absmax(full({blocks}, 0.75)), v_absmax(full({blocks}, 0.125)),
+              tables(from_values(std::span<const float>(maps), {1024}, kF32)),
+              step(from_values({int64_t{3}}, {1}));
+          const kernels::AdamW8bitStep p{shard.flat(),
+                                         m.as<uint8_t>(),
+                                         v.as<uint8_t>(),
+                                         m_absmax.as<float>(),
+                                         v_absmax.as<float>(),
+                                         tables.as<float>(),
+                                         step.as<int64_t>(),
+                                         0.9,
+                                         0.95,
+                                         1e-8};
+          is_cuda ? kernels::cuda::adamw_8bit_step(nullptr, p) : kernels::cpu::adamw_8bit_step(p);
+          return std::vector<Tensor>{shard.state()[0],  m.tensor(),        v.tensor(),
+                                     m_absmax.tensor(), v_absmax.tensor(), shard.state()[1]};
+        };
+        const auto expected = run(false);
+        const auto actual = run_in_all_schedules([&] { return run(true); });
+        const char* names[] = {"master", "m", "v", "scales of m", "scales of v"};
+        check_close(actual[0], expected[0], tol(kF32), names[0]);
+        for (size_t i = 1; i < 5; ++i) check_bitwise(actual[i], expected[i], names[i]);
+        if (!is_stochastic) check_close(actual[5], expected[5], tol(kBF16), "low");
+      }
+    }
+  }
+}
+
+TEST_CASE("simt adamw_8bit_step: a skipped step changes nothing", "[optimizer][simt]") {
+  const std::vector<float> maps = kernels::dynamic_maps();
+  const Case c{.numel = 1024, .segments = kBlockSegments};
+  const Shard shard(c);
+  shard.set_skip(1);
+  const auto before = shard.state()[0].to_vector();
+  const DeviceBuffer m(zeros({1024}, kU8)), v(zeros({1024}, kU8)), scales(zeros({8})),
+      tables(from_values(std::span<const float>(maps), {1024}, kF32)),
+      step(from_values({int64_t{3}}, {1}));
+  kernels::cuda::adamw_8bit_step(
+      nullptr, {shard.flat(), m.as<uint8_t>(), v.as<uint8_t>(), scales.as<float>(),
+                scales.as<float>() + 4, tables.as<float>(), step.as<int64_t>(), 0.9, 0.95, 1e-8});
+  CHECK(shard.state()[0].to_vector() == before);
+  CHECK(m.tensor().to_vector() == std::vector<double>(1024, 0.0));
+}
+
+TEST_CASE("simt muon_direction, muon_apply: the CPU's", "[optimizer][simt]") {
+  for (const DType dtype : {kF32, kBF16}) {
+    for (const bool nesterov : {false, true}) {
+      for (const int64_t offset : {0, 1}) {
+        const Case c{.grad_dtype = dtype, .first = 3, .numel = 1603, .offset = offset};
+        std::vector<float> scales;
+        for (size_t i = 0; i < c.segments.bounds.size() / 2; ++i) {
+          scales.push_back(1 + static_cast<float>(i));
+        }
+        const auto run = [&](bool is_cuda) {
+          const Shard shard(c);
+          const DeviceBuffer b(randn({c.numel}, kF32, 7), offset),
+              direction(zeros({c.numel}, kBF16), offset),
+              orthogonal(randn({c.numel}, kBF16, 8), offset),
+              factors(from_values(std::span<const float>(scales), {std::ssize(scales)}, kF32));
+          const kernels::MuonDirection first{shard.flat(), b.as<float>(), direction.as<BFloat16>(),
+                                             0.95f, nesterov};
+          const kernels::MuonApply second{shard.flat(), orthogonal.as<BFloat16>(),
+                                          factors.as<float>()};
+          if (is_cuda) {
+            kernels::cuda::muon_direction(nullptr, first);
+            kernels::cuda::muon_apply(nullptr, second);
+          } else {
+            kernels::cpu::muon_direction(first);
+            kernels::cpu::muon_apply(second);
+          }
+          return std::vector<Tensor>{b.tensor(), direction.tensor(), shard.state()[0],
+                                     shard.state()[1]};
+        };
+        const auto expected = run(false);
+        const auto actual = run_in_all_schedules([&] { return run(true); });
+        for (size_t i = 0; i < expected.size(); ++i) {
+          check_close(actual[i], expected[i], 4 * tol(expected[i].dtype()));
+        }
+      }
+    }
+  }
+}
+
+TEST_CASE("simt adafactor: the factors of matrices and vectors and their use are the CPU's",
+          "[optimizer][simt]") {
+  const Case c{.grad_dtype = kF32, .numel = 2600, .segments = kBlockSegments};
+  // The last segment is a matrix, the one before it a vector; the others are vectors too.
+  const int64_t rows = 28, cols = 38;
+  for (const bool skips : {false, true}) {
+    const auto run = [&](bool is_cuda) {
+      const Shard shard(c);
+      const DeviceBuffer scaled(zeros({c.numel})), squares(zeros({11})), values(full({2048}, 0.5)),
+          next(zeros({2048})), workspace(zeros({256})), step(from_values({int64_t{5}}, {1})),
+          skip(from_values({skips ? 1 : 0}, {1}, kU8));
+      std::vector<int64_t> places;
+      int64_t at = 0;
+      for (size_t s = 0; s < c.segments.bounds.size() / 2; ++s) {
+        const int64_t begin = c.segments.bounds[2 * s];
+        const int64_t numel = c.segments.bounds[2 * s + 1] - begin;
+        const bool is_matrix = numel == rows * cols;
+        const int64_t R = is_matrix ? rows : 0, C = is_matrix ? cols : numel;
+        places.insert(places.end(), {at, at + R, at + R + C, is_matrix ? C : 0, -begin});
+        at += R + C + 2;
+      }
+      const DeviceBuffer where(
+          from_values(std::span<const int64_t>(places), {std::ssize(places)}, kI64));
+      const kernels::AdafactorCollect collect{shard.flat(), scaled.as<float>(),
+                                              squares.as<float>()};
+      is_cuda ? kernels::cuda::adafactor_collect(nullptr, collect)
+              : kernels::cpu::adafactor_collect(collect);
+      at = 0;
+      for (size_t s = 0; s < c.segments.bounds.size() / 2; ++s) {
+        const int64_t begin = c.segments.bounds[2 * s];
+        const int64_t numel = c.segments.bounds[2 * s + 1] - begin;
+        const bool is_matrix = numel == rows * cols;
+        kernels::AdafactorFactors factors{};
+        factors.next = next.as<float>() + at, factors.values = values.as<float>() + at;
+        factors.g = scaled.as<float>() + begin, factors.squares = squares.as<float>() + begin / 256;
+        factors.workspace = workspace.as<float>(), factors.step = step.as<int64_t>();
+        factors.skip = skip.as<uint8_t>();
+        factors.rows = is_matrix ? rows : 0, factors.cols = is_matrix ? cols : numel;
+        factors.lr = 0.02, factors.beta2_decay = -0.8, factors.eps1 = 1e-7, factors.eps2 = 1e-3;
+        factors.d = 1;
+        is_cuda ? kernels::cuda::adafactor_factors(nullptr, factors)
+                : kernels::cpu::adafactor_factors(factors);
+        at += factors.rows + factors.cols + 2;
+      }
+      const kernels::AdafactorApply apply{shard.flat(), scaled.as<float>(),
+                                          skips ? values.as<float>() : next.as<float>(),
+                                          where.as<int64_t>(), 1e-14f};
+      is_cuda ? kernels::cuda::adafactor_apply(nullptr, apply)
+              : kernels::cpu::adafactor_apply(apply);
+      return std::vector<Tensor>{shard.state()[0], next.tensor(), shard.state()[1]};
+    };
+    const auto expected = run(false);
+    const auto actual = run_in_all_schedules([&] { return run(true); });
+    CHECK((expected[1].to_vector()[0] == 0.5) == skips);
+    check_close(actual[0], expected[0], 1e-5, "master");
+    check_close(actual[1], expected[1], 1e-5, "factors");
+    check_close(actual[2], expected[2], tol(kBF16), "low");
   }
 }
 

@@ -66,11 +66,15 @@ FsdpResult run_fsdp(dist::World& world, const FsdpRun& run) {
   auto fsdp = dist::fully_shard(*model, world, run.fsdp);
   fsdp->initialize(5);
   result.summary = fsdp->summary();
-  optim::AdamW adamw(fsdp->shards(), {.rounding_seed = run.rounding_seed});
+  const std::unique_ptr<optim::Optimizer> optimizer =
+      run.make_optimizer
+          ? run.make_optimizer(fsdp->shards())
+          : std::make_unique<optim::AdamW>(fsdp->shards(),
+                                           optim::AdamWOptions{.rounding_seed = run.rounding_seed});
   dist::LossScaler scaler(
       run.loss_scale.value_or(dist::LossScaleOptions{.scaling = dist::LossScaling::kNone}));
   if (run.on_ready) run.on_ready(*fsdp, world);
-  const dist::TrainingState state{model.get(), fsdp.get(), &adamw,
+  const dist::TrainingState state{model.get(), fsdp.get(), optimizer.get(),
                                   run.loss_scale ? &scaler : nullptr};
   if (run.on_state) run.on_state(state, world);
 
@@ -123,7 +127,7 @@ FsdpResult run_fsdp(dist::World& world, const FsdpRun& run) {
                             for (double& g : result.gradients[name]) g /= held;
                           });
     }
-    adamw.step(run.lr, clip.factor, clip.found_inf);
+    optimizer->step(run.lr, clip.factor, clip.found_inf);
     scaler.update(clip.found_inf);
     if (step == 1) result.program = dist::ShardView(*fsdp).program();
     if (run.on_step) run.on_step(step, *fsdp, world);

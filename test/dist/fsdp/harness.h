@@ -35,6 +35,9 @@ struct FsdpRun {
   double max_norm = 1.0;
   float lr = 1e-2f;                       ///< of AdamW
   std::optional<uint64_t> rounding_seed;  ///< of AdamW
+  /// Another optimizer than AdamW.
+  std::function<std::unique_ptr<optim::Optimizer>(const std::vector<optim::FlatShard>&)>
+      make_optimizer;
   double norm_p = 2.0;
   std::optional<dist::LossScaleOptions> loss_scale;
   bool with_eval = false;  ///< evaluates between micro-batches

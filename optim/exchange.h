@@ -1,0 +1,37 @@
+#pragma once
+
+#include <cstdint>
+
+#include "core/runtime/stream.h"
+#include "core/tensor.h"
+#include "optim/flat_shard.h"
+
+namespace tessera::optim {
+
+/// What an optimizer that looks at whole parameters needs of the ranks that share a group of
+/// parameters. Implemented where the world is known. Every rank makes the same calls in the same
+/// order; each call is enqueued behind what the current stream has been given and returns at once;
+/// its result may be read after the event. Buffers stay until then.
+class ShardExchange {
+ public:
+  virtual ~ShardExchange() = default;
+
+  /// Ranks that share the work on whole parameters, and which of them this is.
+  virtual int num_owners() const = 0;
+  virtual int owner() const = 0;
+
+  /// whole = the shards of all ranks in order.
+  virtual Event gather_shards(const Tensor& whole, const Tensor& shard) = 0;
+  /// shard = this rank's part of the sum of all ranks' `whole`: where one rank has a value and the
+  /// others 0, that value.
+  virtual Event scatter_sum(const Tensor& shard, const Tensor& whole) = 0;
+  /// values (f32) = the sum over the ranks, in the fixed tree of a reduce; the same on all.
+  virtual Event sum(const Tensor& values) = 0;
+};
+
+/// Ranks that share the work on the shard's whole parameters.
+inline int num_owners(const FlatShard& shard) {
+  return shard.exchange == nullptr ? 1 : shard.exchange->num_owners();
+}
+
+}  // namespace tessera::optim
