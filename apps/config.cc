@@ -9,6 +9,7 @@
 
 #include "apps/config_table.h"
 #include "apps/packed_samples.h"
+#include "apps/parameter_groups.h"
 #include "core/text.h"
 #include "kernels/reduce/reduce.h"
 
@@ -160,6 +161,14 @@ void check_data(const Config& config) {
   }
 }
 
+void check_groups(const Config& config) {
+  try {
+    parse_groups(config.optim.groups);
+  } catch (const ConfigError& error) {
+    fail_at(config, "optim.groups", "optim.groups: {}", error.what());
+  }
+}
+
 void check_rounding(const Config& config) {
   if (!config.optim.stochastic_rounding) return;
   if (config.precision.param_dtype == kF32) {  // auto: resolved later
@@ -241,6 +250,7 @@ void check_config(const Config& config) {
   check_model(config);
   check_data(config);
   check_schedule(config);
+  check_groups(config);
   check_rounding(config);
 }
 

@@ -21,6 +21,7 @@
 #include "nn/transformer.h"
 #include "optim/adamw.h"
 #include "optim/lion.h"
+#include "optim/muon.h"
 #include "optim/schedule.h"
 #include "optim/sgd.h"
 
@@ -82,18 +83,31 @@ struct SampleConfig {
   std::string prompt = "\n";
 };
 
-enum class OptimizerName : unsigned char { kAdamW, kLion, kSgd };
+enum class OptimizerName : unsigned char { kAdamW, kAdamW8bit, kAdafactor, kLion, kMuon, kSgd };
 constexpr auto enum_names(OptimizerName) {
   return std::to_array<EnumName<OptimizerName>>({{OptimizerName::kAdamW, "adamw"},
+                                                 {OptimizerName::kAdamW8bit, "adamw_8bit"},
+                                                 {OptimizerName::kAdafactor, "adafactor"},
                                                  {OptimizerName::kLion, "lion"},
+                                                 {OptimizerName::kMuon, "muon"},
                                                  {OptimizerName::kSgd, "sgd"}});
+}
+/// What of a fused projection is a matrix of its own to Muon.
+enum class MuonBlocks : unsigned char { kWhole, kProjections, kHeads };
+constexpr auto enum_names(MuonBlocks) {
+  return std::to_array<EnumName<MuonBlocks>>({{MuonBlocks::kWhole, "whole"},
+                                              {MuonBlocks::kProjections, "projections"},
+                                              {MuonBlocks::kHeads, "heads"}});
 }
 struct OptimConfig {
   OptimizerName name = OptimizerName::kAdamW;
-  /// Betas: of lion as well; the decay: of all.
+  /// Betas: of lion as well, and of the AdamW beside muon; the decay: of all.
   optim::AdamWOptions adamw = {.beta2 = 0.95, .weight_decay = 0.1};
   optim::SgdOptions sgd = {.momentum = 0.9};
+  optim::MuonOptions muon;  ///< without rate and decay
+  MuonBlocks muon_blocks = MuonBlocks::kProjections;
   optim::ScheduleOptions schedule = {.final_lr = 1e-4};
+  std::string groups;  ///< of parameters, see `parse_groups`
   bool stochastic_rounding = false;
   double clip = 1.0, clip_p = 2;
 };

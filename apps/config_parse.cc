@@ -9,6 +9,7 @@
 #include "apps/config.h"
 #include "apps/config_table.h"
 #include "apps/model_from.h"
+#include "apps/parameter_groups.h"
 #include "core/files.h"
 #include "core/text.h"
 
@@ -195,6 +196,43 @@ std::string sources_text(const toml::node& node) {
   return text;
 }
 
+/// [[optim.group]] tables as the text of optim.groups.
+std::string groups_of_tables(const toml::node& node) {
+  const auto expected = [](const std::string& found) {
+    return ConfigError(fmt::format(
+        "optim.group{}, expected tables: [[optim.group]] with match and lr_scale, weight_decay, "
+        "optimizer or frozen",
+        found));
+  };
+  std::vector<dist::ParameterGroup> groups;
+  if (!node.is_array()) throw expected("");
+  for (const toml::node& entry : *node.as_array()) {
+    const toml::table* const table = entry.as_table();
+    if (table == nullptr) throw expected("");
+    dist::ParameterGroup group;
+    for (const auto& [key, value] : *table) {
+      if (key.str() == "match" && value.is_string()) {
+        group.match = *value.value<std::string>();
+      } else if (key.str() == "lr_scale" && value.is_number()) {
+        group.lr_scale = *value.value<double>();
+      } else if (key.str() == "weight_decay" && value.is_number()) {
+        group.weight_decay = *value.value<double>();
+      } else if (key.str() == "optimizer" && value.is_string()) {
+        group.optimizer = *value.value<std::string>();
+      } else if (key.str() == "frozen" && value.is_boolean()) {
+        group.frozen = *value.value<bool>();
+      } else {
+        throw expected(fmt::format(": {} = {}", shorten(key.str()), shorten(found_text(value))));
+      }
+    }
+    if (group.match.empty() || group.match.find_first_of(":;") != std::string::npos) {
+      throw expected(fmt::format(": match = {}", toml_text(shorten(group.match))));
+    }
+    groups.push_back(std::move(group));
+  }
+  return groups_text(groups);
+}
+
 void apply_toml(const Fields& fields, const toml::table& table, const std::string& prefix,
                 const std::string& name, Config& config) {
   std::vector<std::string> sections;
@@ -227,6 +265,14 @@ void apply_toml(const Fields& fields, const toml::table& table, const std::strin
         find_field(fields, "data.sources", where).set(text, toml_text(text));
       });
       config.origins.insert_or_assign("data.sources", where);
+      continue;
+    }
+    if (key == "optim.group") {
+      at(where, [&] {
+        const std::string text = groups_of_tables(node);
+        find_field(fields, "optim.groups", where).set(text, toml_text(text));
+      });
+      config.origins.insert_or_assign("optim.groups", where);
       continue;
     }
     const Field& field = find_field(fields, key, where);

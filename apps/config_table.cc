@@ -301,7 +301,12 @@ void add_optim(ConfigTable& t, Config& c) {
   using Kind = optim::ScheduleKind;
   OptimConfig& o = c.optim;
   const Kind kind = o.schedule.kind;
-  const bool is_adamw = o.name == OptimizerName::kAdamW, is_sgd = o.name == OptimizerName::kSgd;
+  const bool is_sgd = o.name == OptimizerName::kSgd, is_muon = o.name == OptimizerName::kMuon;
+  // Beside muon AdamW updates vectors, embeddings and the head.
+  const bool is_adamw = o.name == OptimizerName::kAdamW || o.name == OptimizerName::kAdamW8bit ||
+                        is_muon || !o.groups.empty();
+  const bool has_betas = is_adamw || o.name == OptimizerName::kLion;
+  constexpr std::string_view kAdamWNames = "optim.name = adamw, adamw_8bit or muon";
   const int64_t steps_to_decay = c.train.steps - o.schedule.warmup_steps;
   t.add("optim.name", o.name, "optimizer").on_resume(ResumeKind::kIdentity).also("optimizer");
   t.add("optim.lr", o.schedule.peak_lr, kNotNegative,
@@ -326,21 +331,42 @@ void add_optim(ConfigTable& t, Config& c) {
       .also("lr_scheduler_type");
   t.add("optim.beta1", o.adamw.beta1, kFraction,
         "adamw: decay rate of the first moment; lion: of the momentum in the update")
-      .needs(!is_sgd, "optim.name = adamw or lion")
+      .needs(has_betas, "optim.name = adamw, adamw_8bit, lion or muon")
       .also("adam_beta1");
   t.add("optim.beta2", o.adamw.beta2, kFraction,
         "adamw: decay rate of the second moment; lion: of the momentum, not given: 0.99")
-      .needs(!is_sgd, "optim.name = adamw or lion")
+      .needs(has_betas, "optim.name = adamw, adamw_8bit, lion or muon")
       .also("adam_beta2");
   t.add("optim.eps", o.adamw.eps, kPositive, "adamw: epsilon")
-      .needs(is_adamw, "optim.name = adamw")
+      .needs(is_adamw, kAdamWNames)
       .also("adam_epsilon epsilon");
   t.add("optim.momentum", o.sgd.momentum, kFraction, "sgd: momentum")
       .needs(is_sgd, "optim.name = sgd");
   t.add("optim.nesterov", o.sgd.nesterov, "sgd: Nesterov momentum")
       .needs(is_sgd && o.sgd.momentum > 0, "optim.name = sgd and optim.momentum > 0");
+  t.add("optim.muon_momentum", o.muon.momentum, kFraction, "muon: momentum")
+      .needs(is_muon, "optim.name = muon");
+  t.add("optim.muon_nesterov", o.muon.nesterov, "muon: Nesterov momentum")
+      .needs(is_muon, "optim.name = muon");
+  t.add("optim.muon_coefficients", o.muon.coefficients,
+        "muon: polynomials of the five Newton-Schulz steps")
+      .needs(is_muon, "optim.name = muon");
+  t.add("optim.muon_scale", o.muon.scale,
+        "muon: size of an update; original: sqrt(max(1, rows / columns)), for rates near 0.02; "
+        "match_rms_adamw: 0.2 sqrt(max(rows, columns)), for rates of adamw")
+      .needs(is_muon, "optim.name = muon");
+  t.add("optim.muon_blocks", o.muon_blocks,
+        "muon: what is a matrix of its own in a fused projection: nothing, each of query, key, "
+        "value, gate and up, or each head too")
+      .needs(is_muon, "optim.name = muon");
   t.add("optim.weight_decay", o.adamw.weight_decay, kNotNegative,
         "decoupled weight decay of matrices (not of norms and biases)");
+  t.add(
+       "optim.groups", o.groups,
+       "groups of parameters: patterns, a colon and what is another for them: lr_scale=X, "
+       "weight_decay=X (also of vectors), optimizer=NAME, frozen; groups separated by ';', such as "
+       "'*.norm.*: weight_decay=0; head.*: lr_scale=0.5'; in a file [[optim.group]] with match")
+      .field("FsdpOptions::parameters");
   t.add("optim.stochastic_rounding", c.optim.stochastic_rounding,
         "stochastic rounding of bf16 and f16 parameters, so that they follow the f32 "
         "masters on average");

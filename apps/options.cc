@@ -10,11 +10,16 @@
 #include <unordered_set>
 
 #include "apps/config_table.h"
+#include "apps/parameter_groups.h"
 #include "core/glob.h"
 #include "kernels/attention/cuda/cudnn.h"
 #include "kernels/matmul/cuda/cublaslt.h"
+#include "optim/adafactor.h"
 #include "optim/adamw.h"
+#include "optim/adamw_8bit.h"
 #include "optim/lion.h"
+#include "optim/muon.h"
+#include "optim/optimizer_set.h"
 #include "optim/sgd.h"
 
 namespace tessera::apps {
@@ -91,6 +96,68 @@ std::function<std::string(std::string_view)> option_keys() {
   };
 }
 
+std::unique_ptr<optim::Optimizer> make_one_optimizer(const Config& config, OptimizerName name,
+                                                     std::vector<optim::FlatShard> shards) {
+  const OptimConfig& optim = config.optim;
+  std::optional<uint64_t> rounding_seed;
+  if (optim.stochastic_rounding) rounding_seed = static_cast<uint64_t>(config.train.seed);
+  // The keys of betas are Lion's where the run is Lion's, else AdamW's.
+  const bool is_lion = optim.name == OptimizerName::kLion;
+  optim::AdamWOptions adamw = optim.adamw;
+  adamw.rounding_seed = rounding_seed;
+  if (is_lion) {
+    const optim::AdamWOptions own = OptimConfig().adamw;
+    adamw.beta1 = own.beta1, adamw.beta2 = own.beta2;
+  }
+  switch (name) {
+    case OptimizerName::kSgd: {
+      optim::SgdOptions options = optim.sgd;
+      options.weight_decay = optim.adamw.weight_decay;
+      options.rounding_seed = rounding_seed;
+      return std::make_unique<optim::Sgd>(std::move(shards), options);
+    }
+    case OptimizerName::kAdamW:
+      return std::make_unique<optim::AdamW>(std::move(shards), adamw);
+    case OptimizerName::kAdamW8bit:
+      return std::make_unique<optim::AdamW8bit>(std::move(shards), adamw);
+    case OptimizerName::kAdafactor:
+      return std::make_unique<optim::Adafactor>(
+          std::move(shards), optim::AdafactorOptions{.weight_decay = optim.adamw.weight_decay,
+                                                     .rounding_seed = rounding_seed});
+    case OptimizerName::kMuon: {
+      optim::MuonOptions options = optim.muon;
+      options.weight_decay = optim.adamw.weight_decay;
+      options.rounding_seed = rounding_seed;
+      return std::make_unique<optim::Muon>(std::move(shards), options);
+    }
+    case OptimizerName::kLion: {
+      optim::LionOptions options{.weight_decay = optim.adamw.weight_decay,
+                                 .rounding_seed = rounding_seed};
+      if (is_lion) options.beta1 = optim.adamw.beta1, options.beta2 = optim.adamw.beta2;
+      return std::make_unique<optim::Lion>(std::move(shards), options);
+    }
+  }
+  throw InternalError("make_optimizer: not a name of an optimizer");
+}
+
+/// One optimizer, or one for each name.
+std::unique_ptr<optim::Optimizer> make_optimizers(const Config& config,
+                                                  const std::vector<optim::FlatShard>& shards) {
+  const auto maker = [&config](OptimizerName name) {
+    return [&config, name](std::vector<optim::FlatShard> own) {
+      return make_one_optimizer(config, name, std::move(own));
+    };
+  };
+  const bool is_alone = std::all_of(shards.begin(), shards.end(),
+                                    [](const optim::FlatShard& s) { return s.optimizer.empty(); });
+  if (is_alone) return maker(config.optim.name)(shards);
+  std::map<std::string, optim::OptimizerSet::Make> makers{{"", maker(config.optim.name)}};
+  for (const auto& entry : kEnumNames<OptimizerName>) {
+    makers.emplace(entry.name, maker(entry.value));
+  }
+  return std::make_unique<optim::OptimizerSet>(shards, makers);
+}
+
 }  // namespace
 
 std::unique_ptr<nn::LanguageModel> make_model(const ModelConfig& config, int64_t vocab_size) {
@@ -150,35 +217,20 @@ dist::FsdpOptions fsdp_options(const Config& config, nn::Module& model) {
   options.ignored = matching_parameters(config, "fsdp.ignored", fsdp.ignored, model);
   options.wrap = wrap_policy(config, model);
   options.precision.param_dtype = config.precision.param_dtype.value_or(kF32);
+  options.parameters = parameter_rules(config, model);
   options.name_option = option_keys();
   return options;
 }
 
 std::unique_ptr<optim::Optimizer> make_optimizer(const Config& config,
                                                  const std::vector<optim::FlatShard>& shards) {
-  const OptimConfig& optim = config.optim;
-  std::optional<uint64_t> rounding_seed;
-  if (optim.stochastic_rounding) rounding_seed = static_cast<uint64_t>(config.train.seed);
-  switch (optim.name) {
-    case OptimizerName::kSgd: {
-      optim::SgdOptions options = optim.sgd;
-      options.weight_decay = optim.adamw.weight_decay;
-      options.rounding_seed = rounding_seed;
-      return std::make_unique<optim::Sgd>(shards, options);
-    }
-    case OptimizerName::kAdamW: {
-      optim::AdamWOptions options = optim.adamw;
-      options.rounding_seed = rounding_seed;
-      return std::make_unique<optim::AdamW>(shards, options);
-    }
-    case OptimizerName::kLion:
-      return std::make_unique<optim::Lion>(
-          shards, optim::LionOptions{.beta1 = optim.adamw.beta1,
-                                     .beta2 = optim.adamw.beta2,
-                                     .weight_decay = optim.adamw.weight_decay,
-                                     .rounding_seed = rounding_seed});
+  try {
+    return make_optimizers(config, shards);
+  } catch (const ConfigError& error) {
+    if (config.optim.groups.empty()) throw;
+    throw ConfigError(
+        fmt::format("{}: optim.groups: {}", config.origin("optim.groups"), error.what()));
   }
-  throw InternalError("make_optimizer: not a name of an optimizer");
 }
 
 optim::Schedule make_schedule(const Config& config) {

@@ -18,6 +18,7 @@
 #include "apps/model_from.h"
 #include "apps/options.h"
 #include "apps/packed_samples.h"
+#include "apps/parameter_groups.h"
 #include "apps/run_control.h"
 #include "apps/run_dir.h"
 #include "apps/token_cache.h"
@@ -252,7 +253,7 @@ Trainer::Trainer(const Config& config, dist::World& world, Data data, RunDir& ru
     world_.control().verdict(&in_our_terms);  // all ranks have it
   }
   initialize_parameters();
-  optimizer_ = make_optimizer(config_, fsdp_->shards());
+  world_.control().verdict([&] { optimizer_ = make_optimizer(config_, fsdp_->shards()); });
   schedule_.emplace(make_schedule(config_));
   scaler_.emplace(loss_scale_options(config_.precision));
   if (world_.world_size() > 1) fsdp_->exposed_times();  // cuda measures from the first call on
@@ -403,6 +404,10 @@ void Trainer::describe() {
   const dist::ShardView view(*fsdp_);
   log_->print(print_tree(*model_, [&](const nn::Module& m) { return view.unit_of(m); }));
   log_->print(fsdp_->summary());
+  const dist::ParameterRules rules = parameter_rules(config_, *model_);
+  if (!rules.groups.empty() || rules.optimizer) {
+    log_->print(dist::describe_groups(*model_, rules, std::string(name_of(config_.optim.name))));
+  }
   const auto positions = [](const Samples& samples, const Corpus& corpus) {
     const auto* const packed = dynamic_cast<const PackedSamples*>(&samples);
     return packed != nullptr ? packed->num_positions() : corpus.num_tokens();

@@ -22,6 +22,7 @@
 #include "kernels/matmul/cuda/cublaslt.h"
 #include "kernels/matmul/kernel.h"
 #include "kernels/norm/kernel.h"
+#include "kernels/optimizer/dynamic_map.h"
 #include "kernels/optimizer/kernel.h"
 #include "kernels/optimizer/optimizer.h"
 #include "kernels/pointwise/kernel.h"
@@ -535,7 +536,9 @@ class Bench {
     for (const DType low : {kF32, kBF16}) {  // named by the dtype that gathers send
       dtype_ = low;
       const bool has_low = low != kF32;
-      const std::string_view ops[] = {"adamw_step", "lion_step", "sgd_step", "round_low"};
+      const std::string_view ops[] = {"adamw_step", "adamw_8bit_step", "muon_direction",
+                                      "muon_apply", "lion_step",       "sgd_step",
+                                      "round_low"};
       if (std::none_of(std::begin(ops), std::end(ops), [&](std::string_view op) {
             return is_wanted(name_for(std::string(op), shape));
           })) {
@@ -555,6 +558,30 @@ class Bench {
       adamw.exp_avg = m.data<float>(), adamw.exp_avg_sq = v.data<float>();
       adamw.step = step.data<int64_t>(), adamw.beta1 = 0.9, adamw.beta2 = 0.95, adamw.eps = 1e-8;
       time("adamw_step", shape, k::adamw_step, adamw);
+      k::AdamW8bitStep eight{};
+      static_cast<k::FlatUpdate&>(eight) = flat;
+      const int64_t blocks = (s_.N + k::kStateBlock - 1) / k::kStateBlock;
+      const Tensor m_codes = zeros({s_.N}, kU8), v_codes = zeros({s_.N}, kU8),
+                   m_absmax = zeros({blocks}), v_absmax = zeros({blocks});
+      const std::vector<float> maps = k::dynamic_maps();
+      const Tensor tables = from_values(std::span<const float>(maps), {std::ssize(maps)}, kF32);
+      eight.exp_avg = m_codes.data<uint8_t>(), eight.exp_avg_sq = v_codes.data<uint8_t>();
+      eight.exp_avg_absmax = m_absmax.data<float>(),
+      eight.exp_avg_sq_absmax = v_absmax.data<float>();
+      eight.maps = tables.data<float>(), eight.step = step.data<int64_t>();
+      eight.beta1 = 0.9, eight.beta2 = 0.95, eight.eps = 1e-8;
+      time("adamw_8bit_step", shape, k::adamw_8bit_step, eight);
+      k::MuonDirection direction{};
+      static_cast<k::FlatUpdate&>(direction) = flat;
+      const Tensor directions = zeros({s_.N}, kBF16), scales = full({1}, 1);
+      direction.momentum_buffer = m.data<float>(), direction.momentum = 0.95f;
+      direction.direction = static_cast<BFloat16*>(directions.raw_data()),
+      direction.nesterov = true;
+      time("muon_direction", shape, k::muon_direction, direction);
+      k::MuonApply apply{};
+      static_cast<k::FlatUpdate&>(apply) = flat;
+      apply.orthogonal = direction.direction, apply.scales = scales.data<float>();
+      time("muon_apply", shape, k::muon_apply, apply);
       k::LionStep lion{};
       static_cast<k::FlatUpdate&>(lion) = flat;
       lion.exp_avg = m.data<float>(), lion.beta1 = 0.9, lion.beta2 = 0.99;

@@ -387,6 +387,8 @@ TEST_CASE("config: the dump reads back as the same values, whatever they are", "
   config.runtime.memory_limit = int64_t{3} << 30;
   config.runtime.memory_split = 3000001;
   config.optim.schedule.warmup_steps = config.optim.schedule.decay_steps = 3;
+  config.optim.groups =
+      "*.norm.*, *.bias: lr_scale=2, weight_decay=0.5, optimizer=lion; head.*: frozen";
   config.optim.schedule.final_lr = config.optim.schedule.peak_lr / 7;
   const std::string dump = dump_config(config);
   const Config again = parse_config(dump, "dump");
@@ -394,6 +396,7 @@ TEST_CASE("config: the dump reads back as the same values, whatever they are", "
   CHECK(again.data.text == config.data.text);
   CHECK(again.optim.schedule.final_lr == config.optim.schedule.final_lr);
   CHECK(again.runtime.memory_split == 3000001);
+  CHECK(again.optim.groups == config.optim.groups);
   CHECK(again.sample.prompt == config.sample.prompt);
 }
 
@@ -479,6 +482,36 @@ TEST_CASE("config: an integer on the command line may have an exponent", "[confi
   CHECK(steps("2.5e3") == 2500);
   CHECK(steps("1000.0") == 1000);
   CHECK(steps("1000") == 1000);
+}
+
+TEST_CASE("config: [[optim.group]] is optim.groups, and mistakes in either are named", "[config]") {
+  const auto groups = [](const std::string& toml, std::vector<std::string> more = {}) {
+    more.push_back(kText);
+    return parse_config(toml, "f.toml", more).optim.groups;
+  };
+  CHECK(groups("[[optim.group]]\nmatch = \"*.norm.*, *.bias\"\nlr_scale = 2\nweight_decay = 0.0\n"
+               "[[optim.group]]\nmatch = \"head.*\"\noptimizer = \"lion\"\nfrozen = true\n") ==
+        "*.norm.*, *.bias: lr_scale=2, weight_decay=0; head.*: optimizer=lion, frozen");
+  CHECK(groups("", {"--optim.groups=a: frozen"}) == "a: frozen");
+  const auto error = [&](const std::string& toml, std::vector<std::string> more = {}) {
+    return error_of([&] { groups(toml, std::move(more)); });
+  };
+  const std::string tables =
+      ", expected tables: [[optim.group]] with match and lr_scale, weight_decay, optimizer or frozen";
+  CHECK(error("[[optim.group]]\nmatch = \"a\"\nlr = 2\n") ==
+        "f.toml:1: optim.group: lr = 2" + tables);
+  CHECK(error("[[optim.group]]\nlr_scale = 2\n") == "f.toml:1: optim.group: match = \"\"" + tables);
+  CHECK(error("[optim]\ngroup = 3\n") == "f.toml:2: optim.group" + tables);
+  const std::string options = ", expected lr_scale=X, weight_decay=X, optimizer=NAME or frozen";
+  CHECK(error("", {"--optim.groups=a"}) ==
+        "command line: optim.groups: \"a\", expected PATTERN: lr_scale=X, weight_decay=X, "
+        "optimizer=NAME or frozen");
+  CHECK(error("", {"--optim.groups=a: lr=2"}) == "command line: optim.groups: \"lr=2\"" + options);
+  CHECK(error("", {"--optim.groups=a: lr_scale=-2"}) ==
+        "command line: optim.groups: lr_scale=-2, expected a number of at least 0");
+  CHECK(error("", {"--optim.groups=a: optimizer=adam"}) ==
+        "command line: optim.groups: optimizer=adam, expected one of adamw, adamw_8bit, adafactor, "
+        "lion, muon, sgd");
 }
 
 TEST_CASE("config: lion has a beta2 of its own unless it is given", "[config]") {

@@ -189,6 +189,22 @@ TEST_CASE("options: frozen and ignored parameters keep their values, the others 
   }
 }
 
+TEST_CASE("options: groups of parameters: what fits no parameter, two groups or no matrix is named",
+          "[options]") {
+  const TempDir dir;
+  const auto message_of = [&](const std::vector<std::string>& arguments) {
+    const Config config = small_config(dir, arguments);
+    return error_of([&] { dist::run_ranks(1, [&](dist::World& world) { train(config, world); }); });
+  };
+  CHECK_THAT(message_of({"--optim.groups=blocks.9.*: frozen"}),
+             Catch::Contains("command line: optim.groups: no parameter is called \"blocks.9.*\""));
+  CHECK_THAT(message_of({"--optim.groups=*.norm1.*: frozen; blocks.0.*: lr_scale=2"}),
+             Catch::Contains("command line: optim.groups: blocks.0.norm1.weight is in two groups, "
+                             "\"*.norm1.*\" and \"blocks.0.*\", expected one"));
+  CHECK_THAT(message_of({"--optim.groups=*.norm1.*: optimizer=muon"}),
+             Catch::Contains("command line: optim.groups: Muon: blocks.0.norm1.weight is ["));
+}
+
 TEST_CASE("options: Nesterov momentum changes what sgd does", "[options]") {
   const std::vector<std::string> sgd = {"--optim.name=sgd", "--optim.momentum=0.9"};
   std::vector<std::string> nesterov = sgd;

@@ -214,7 +214,11 @@ TEST_CASE("resume: f16 goes on with its loss scale, sgd with its momentum", "[re
       {"--precision.param_dtype=f16", "--precision.norm_fp32=true",
        "--precision.loss_scale_init=16777216", "--precision.loss_scale_interval=3"},
       {"--precision.param_dtype=bf16"},
-      {"--optim.name=sgd", "--optim.lr=0.1"}};
+      {"--optim.name=sgd", "--optim.lr=0.1"},
+      {"--optim.name=adamw_8bit"},
+      {"--optim.name=adafactor"},
+      {"--optim.name=muon"},
+      {"--optim.groups=*norm*: optimizer=lion, lr_scale=0.5; blocks.0.*.out.*: frozen"}};
   for (const auto& extra : settings) {
     CAPTURE(extra.front());
     const SavedRun saved(2, extra);
