@@ -128,6 +128,8 @@ TEST_CASE("AdamW: mistakes are named", "[optim]") {
     INFO(text);
     CHECK(text.find(part) == 0);
   };
+  // The lower ends are in the ranges.
+  CHECK_NOTHROW(AdamW({}, {.beta1 = 0, .beta2 = 0, .eps = 0, .weight_decay = 0}));
   has([] { AdamW({}, {.beta1 = 1}); }, "AdamW: beta1 must be in [0, 1), got 1");
   has([] { AdamW({}, {.beta2 = -1}); }, "AdamW: beta2 must be in [0, 1), got -1");
   has([] { AdamW({}, {.eps = -1}); }, "AdamW: eps must be at least 0, got -1");

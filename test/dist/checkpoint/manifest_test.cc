@@ -112,6 +112,15 @@ TEST_CASE("manifest: what is written is read", "[checkpoint]") {
   CHECK(read.find("optimizer/step_count")->shape == Shape{});
 }
 
+TEST_CASE("manifest: a tensor may be empty", "[checkpoint]") {
+  Manifest m = example();
+  m.tensors.insert(m.tensors.begin() + 1,
+                   {.name = "parameters/a", .dtype = kF32, .shape = {0, 4}, .slices = {}});
+  const Manifest read = parse_manifest("m", to_json(m));
+  REQUIRE(read.find("parameters/a") != nullptr);
+  CHECK(read.find("parameters/a")->shape == Shape{0, 4});
+}
+
 TEST_CASE("manifest: records that do not cover a tensor are an internal error", "[checkpoint]") {
   Manifest m;
   RankRecord a;
