@@ -25,6 +25,7 @@
 #include "kernels/optimizer/dynamic_map.h"
 #include "kernels/optimizer/kernel.h"
 #include "kernels/optimizer/optimizer.h"
+#include "kernels/orthogonalize/kernel.h"
 #include "kernels/pointwise/kernel.h"
 #include "kernels/random/kernel.h"
 #include "kernels/random/random.h"
@@ -113,6 +114,7 @@ class Bench {
       reductions();
     }
     optimizers();
+    orthogonalizing();
   }
 
   /// Values of an operand; none while only times are added up.
@@ -536,9 +538,9 @@ class Bench {
     for (const DType low : {kF32, kBF16}) {  // named by the dtype that gathers send
       dtype_ = low;
       const bool has_low = low != kF32;
-      const std::string_view ops[] = {"adamw_step", "adamw_8bit_step", "muon_direction",
-                                      "muon_apply", "lion_step",       "sgd_step",
-                                      "round_low"};
+      const std::string_view ops[] = {
+          "adamw_step",        "adamw_8bit_step",   "muon_direction",  "muon_apply", "lion_step",
+          "adafactor_collect", "adafactor_factors", "adafactor_apply", "sgd_step",   "round_low"};
       if (std::none_of(std::begin(ops), std::end(ops), [&](std::string_view op) {
             return is_wanted(name_for(std::string(op), shape));
           })) {
@@ -586,6 +588,7 @@ class Bench {
       static_cast<k::FlatUpdate&>(lion) = flat;
       lion.exp_avg = m.data<float>(), lion.beta1 = 0.9, lion.beta2 = 0.99;
       time("lion_step", shape, k::lion_step, lion);
+      adafactor(flat, shape, step);
       k::SgdStep sgd{};
       static_cast<k::FlatUpdate&>(sgd) = flat;
       sgd.momentum_buffer = m.data<float>(), sgd.momentum = 0.9f, sgd.nesterov = false;
@@ -593,6 +596,46 @@ class Bench {
       k::RoundLow round{};
       static_cast<k::FlatUpdate&>(round) = flat;
       if (has_low) time("round_low", shape, k::round_low, round);
+    }
+  }
+
+  /// Of one vector; its second moments are as many.
+  void adafactor(const k::FlatUpdate& flat, const std::string& shape, const Tensor& step) {
+    const Tensor scaled = zeros({s_.N}), squares = zeros({(s_.N + 255) / 256}),
+                 before = zeros({s_.N + 2}), values = zeros({s_.N + 2}),
+                 workspace = zeros({k::AdafactorFactors::workspace_numel()});
+    const Tensor places = from_values({int64_t{0}, int64_t{0}, s_.N, int64_t{0}, int64_t{0}}, {5});
+    k::AdafactorCollect collect{};
+    static_cast<k::FlatUpdate&>(collect) = flat;
+    collect.scaled = scaled.data<float>(), collect.squares = squares.data<float>();
+    time("adafactor_collect", shape, k::adafactor_collect, collect);
+    k::AdafactorFactors factors{};
+    factors.next = values.data<float>(), factors.values = before.data<float>();
+    factors.g = scaled.data<float>(), factors.squares = squares.data<float>();
+    factors.workspace = workspace.data<float>(), factors.step = step.data<int64_t>();
+    factors.cols = s_.N;
+    factors.lr = 1e-2, factors.beta2_decay = -0.8, factors.eps1 = 1e-30, factors.eps2 = 1e-3;
+    factors.d = 1;
+    time("adafactor_factors", shape, k::adafactor_factors, factors);
+    k::AdafactorApply apply{};
+    static_cast<k::FlatUpdate&>(apply) = flat;
+    apply.scaled = scaled.data<float>(), apply.values = values.data<float>();
+    apply.places = places.data<int64_t>(), apply.least = 1e-30f;
+    time("adafactor_apply", shape, k::adafactor_apply, apply);
+  }
+
+  /// What the Newton-Schulz steps of Muon have beside GEMMs.
+  void orthogonalizing() {
+    const int64_t n = s_.C;
+    const std::string shape = fmt::format("{}x{}", n, n);
+    for (const DType dtype : {kF32, kBF16}) {
+      dtype_ = dtype;
+      const Tensor x = random({n, n}, dtype, 1), y = random({n, n}, kF32, 2), sums = zeros({n});
+      time("row_squares", shape, k::row_squares, {data(sums), data(x), dtype, n, n});
+      time("scale_by_norm", shape, k::scale_by_norm,
+           {data(x), data(sums), dtype, n, n, 1.f, 1e-7f});
+      time("matrix_combine", shape, k::matrix_combine,
+           {data(x), data(x), data(y), dtype, kF32, n, n, 0.5, 0.5, true});
     }
   }
 
