@@ -313,19 +313,27 @@ class Translator {
   /// What a class has up to its bracket, which is taken as well. A class in a class adds to it.
   std::string take_class_content() {
     std::string out;
+    size_t depth = 0;  // of a class in a class, which adds to it: no call for each, however many
     bool is_first = true;
-    for (;; is_first = false) {
+    for (;;) {
       if (at_ >= in_.size()) fail("']'");
-      if (in_[at_] == ']' && !is_first) break;
+      if (in_[at_] == ']' && !is_first) {
+        ++at_;
+        if (depth == 0) return out;
+        --depth;
+        continue;
+      }
       const std::string_view rest = in_.substr(at_);
       if (rest.starts_with("[^") || rest.starts_with("[:") || rest.starts_with("&&")) {
         fail("a class without negated classes, names and &&");
       }
       if (rest[0] == '[') {
         ++at_;
-        out += take_class_content();
+        ++depth;
+        is_first = true;
         continue;
       }
+      is_first = false;
       if (in_[at_] == '\\') {
         std::string ranges;
         bool is_negated = false;
@@ -342,8 +350,6 @@ class Translator {
       if (high < low) fail("a range that ascends");
       out += '-' + literal(high);
     }
-    ++at_;
-    return out;
   }
   /// Of ranges as `ranges_where` writes them.
   static std::string complement(const std::string& ranges) {

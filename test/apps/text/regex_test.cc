@@ -37,6 +37,10 @@ TEST_CASE("regex: a class in a class adds to it", "[text]") {
   CHECK(find("[a[b-c\\d]x]+", "-ab7xc-[]") == Matches{{1, 6}});
   // As BLOOM has it.
   CHECK(find(" ?[^(\\s|[.,])]+", "a[b].c (d)|e,") == Matches{{0, 4}, {5, 6}, {8, 9}, {11, 12}});
+  // However deep.
+  const std::string open(2000, '['), close(2000, ']');
+  CHECK(find(open + "ab" + close, "xbax") == Matches{{1, 2}, {2, 3}});
+  CHECK(error_of([&] { find(open, ""); }).find("expected ']'") != std::string::npos);
 }
 
 TEST_CASE("regex: cases fold beyond ASCII", "[text]") {
