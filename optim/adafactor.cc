@@ -12,10 +12,6 @@ namespace {
 
 constexpr const char* kAdafactor = "Adafactor";
 
-int64_t blocks_in(int64_t numel) {
-  return (numel + kernels::kStateBlock - 1) / kernels::kStateBlock;
-}
-
 }  // namespace
 
 Adafactor::Adafactor(std::vector<FlatShard> shards, const AdafactorOptions& options)
@@ -67,9 +63,9 @@ Adafactor::Adafactor(std::vector<FlatShard> shards, const AdafactorOptions& opti
     is_shared |= shard.exchange != nullptr;
   }
   whole_ = zeros({largest_whole}, kF32);
-  squares_ = zeros({blocks_in(largest_whole)}, kF32);
+  squares_ = zeros({kernels::state_blocks(largest_whole)}, kF32);
   part_ = is_shared ? zeros({largest_part}, kF32) : whole_;
-  squares_part_ = is_shared ? zeros({blocks_in(largest_part)}, kF32) : squares_;
+  squares_part_ = is_shared ? zeros({kernels::state_blocks(largest_part)}, kF32) : squares_;
   workspace_ = zeros({kernels::AdafactorFactors::workspace_numel()}, kF32);
 }
 
@@ -96,19 +92,19 @@ void Adafactor::update_group(size_t index, const StepScalars& step) {
   Group& group = groups_[index];
   const int64_t numel = shard.master.numel();
   const Tensor part = part_.narrow(0, 0, numel);
-  const Tensor squares_part = squares_part_.narrow(0, 0, blocks_in(numel));
-  for_parts(index, index + 1, {}, [&](size_t, const FlatUpdate& window, std::span<const Tensor>) {
-    FlatUpdate flat = window;
-    flat.grad_scale = step.grad_scale;
-    flat.skip = step.skip;
-    const int64_t count = window.master.numel();
-    adafactor_collect(flat, part.narrow(0, window.first, count),
-                      squares_part.narrow(0, blocks_in(window.first), blocks_in(count)));
-  });
-  const int owner = shard.exchange == nullptr ? 0 : shard.exchange->owner();
+  const Tensor squares_part = squares_part_.narrow(0, 0, kernels::state_blocks(numel));
+  for_parts(index, index + 1, step, {},
+            [&](size_t, const FlatUpdate& window, std::span<const Tensor>) {
+              const int64_t count = window.master.numel();
+              adafactor_collect(window, part.narrow(0, window.first, count),
+                                squares_part.narrow(0, kernels::state_blocks(window.first),
+                                                    kernels::state_blocks(count)));
+            });
+  const int owner = this_owner(shard);
   if (shard.exchange != nullptr) {
     const int ranks = num_owners(shard);
-    shard.exchange->gather_shards(squares_.narrow(0, 0, blocks_in(numel) * ranks), squares_part);
+    shard.exchange->gather_shards(squares_.narrow(0, 0, kernels::state_blocks(numel) * ranks),
+                                  squares_part);
     current_stream().wait(shard.exchange->gather_shards(whole_.narrow(0, 0, numel * ranks), part));
     group.next.fill_(0);
   }
@@ -136,13 +132,9 @@ void Adafactor::update_group(size_t index, const StepScalars& step) {
   }
   if (shard.exchange != nullptr) current_stream().wait(shard.exchange->sum(group.next));
   group.values.copy_(group.next);
-  for_parts(index, index + 1, {.states = false, .grad = false},
+  for_parts(index, index + 1, step, {.states = false, .grad = false},
             [&](size_t, const FlatUpdate& window, std::span<const Tensor>) {
-              FlatUpdate flat = window;
-              flat.skip = step.skip;
-              flat.lr = step.lr;
-              flat.weight_decay = 1;  // the segments have theirs
-              adafactor_apply(flat, part.narrow(0, window.first, window.master.numel()),
+              adafactor_apply(window, part.narrow(0, window.first, window.master.numel()),
                               group.values, group.places, options_.eps1);
             });
 }

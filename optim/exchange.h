@@ -29,9 +29,12 @@ class ShardExchange {
   virtual Event sum(const Tensor& values) = 0;
 };
 
-/// Ranks that share the work on the shard's whole parameters.
+/// Ranks that share the work on the shard's whole parameters, and which of them this is.
 inline int num_owners(const FlatShard& shard) {
   return shard.exchange == nullptr ? 1 : shard.exchange->num_owners();
+}
+inline int this_owner(const FlatShard& shard) {
+  return shard.exchange == nullptr ? 0 : shard.exchange->owner();
 }
 
 }  // namespace tessera::optim

@@ -131,12 +131,9 @@ void Muon::update(const StepScalars& step) {
 void Muon::collect(size_t index, const StepScalars& step, Slot& slot) {
   const FlatShard& shard = shards_[index];
   const Tensor part = slot.part.narrow(0, 0, shard.master.numel());
-  for_parts(index, index + 1, {.master = false},
+  for_parts(index, index + 1, step, {.master = false},
             [&](size_t, const FlatUpdate& window, std::span<const Tensor> states) {
-              FlatUpdate flat = window;
-              flat.grad_scale = step.grad_scale;
-              flat.skip = step.skip;
-              muon_direction(flat,
+              muon_direction(window,
                              {.momentum_buffer = states[0],
                               .direction = part.narrow(0, window.first, window.master.numel()),
                               .momentum = static_cast<float>(options_.momentum),
@@ -153,7 +150,7 @@ void Muon::collect(size_t index, const StepScalars& step, Slot& slot) {
 void Muon::compute(size_t index, Slot& slot) {
   const FlatShard& shard = shards_[index];
   current_stream().wait(slot.is_here);
-  const int owner = shard.exchange == nullptr ? 0 : shard.exchange->owner();
+  const int owner = this_owner(shard);
   Tensor result = slot.result.narrow(0, 0, shard.master.numel() * num_owners(shard));
   if (shard.exchange != nullptr) result.fill_(0);  // the sum over ranks is that of the owner
   for (const Matrix& m : matrices_[index]) {
@@ -171,35 +168,12 @@ void Muon::compute(size_t index, Slot& slot) {
 
 void Muon::apply(size_t index, const StepScalars& step, const Slot& slot) {
   current_stream().wait(slot.is_back);
-  for_parts(index, index + 1, {.states = false, .grad = false},
+  for_parts(index, index + 1, step, {.states = false, .grad = false},
             [&](size_t, const FlatUpdate& window, std::span<const Tensor>) {
-              FlatUpdate flat = window;
-              flat.skip = step.skip;
-              flat.lr = step.lr;
-              flat.weight_decay = 1;  // the segments have theirs
-              muon_apply(flat,
+              muon_apply(window,
                          {.orthogonal = slot.update.narrow(0, window.first, window.master.numel()),
                           .scales = scales_[index]});
             });
-}
-
-double Muon::flops_here() const {
-  double flops = 0;
-  for (size_t i = 0; i < shards_.size(); ++i) {
-    const int owner = shards_[i].exchange == nullptr ? 0 : shards_[i].exchange->owner();
-    for (const Matrix& m : matrices_[i]) {
-      if (m.owner == owner) flops += orthogonalize_flops(m.rows, m.cols).computed;
-    }
-  }
-  return flops;
-}
-
-double Muon::flops_of_all() const {
-  double flops = 0;
-  for (const std::vector<Matrix>& matrices : matrices_) {
-    for (const Matrix& m : matrices) flops += orthogonalize_flops(m.rows, m.cols).computed;
-  }
-  return flops;
 }
 
 }  // namespace tessera::optim

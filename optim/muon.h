@@ -35,7 +35,8 @@ struct MuonOptions {
 /// Sharded  the shards' directions are gathered in bf16, each matrix is orthogonalized by one rank of
 ///          the shard group, and each rank is sent its part: 4 bytes an element and step, times
 ///          (ranks - 1) / ranks, whatever the micro-batches. The next shard's directions and
-///          the last one's results travel while this one's matrices are computed. The bits do not depend on the number of ranks.
+///          the last one's results travel while this one's matrices are computed. The bits do not
+///          depend on the number of ranks.
 /// States   "momentum_buffer" (b): 4 bytes per element
 /// Memory   bf16 directions and results of the two largest groups of parameters
 /// Errors   ConfigError if an option is out of range, or for a parameter that is no matrix
@@ -44,9 +45,6 @@ class Muon final : public Optimizer {
   explicit Muon(std::vector<FlatShard> shards, const MuonOptions& options = {});
   std::vector<NamedState> state() const override { return {momentum_buffer_}; }
   const MuonOptions& options() const { return options_; }
-  /// Floating-point operations of a step's products, on this rank and on all of its shard group.
-  double flops_here() const;
-  double flops_of_all() const;
 
  private:
   /// A matrix of a group: elements from `begin` on.

@@ -48,14 +48,9 @@ void Optimizer::step(float lr, const Tensor& grad_scale, const Tensor& skip) {
 }
 
 void Optimizer::update(const StepScalars& step) {
-  for_parts(0, shards_.size(), {},
+  for_parts(0, shards_.size(), step, {},
             [&](size_t, const FlatUpdate& part, std::span<const Tensor> states) {
-              FlatUpdate flat = part;
-              flat.grad_scale = step.grad_scale;
-              flat.skip = step.skip;
-              flat.lr = step.lr;
-              flat.weight_decay = 1;  // the segments have theirs
-              update_shard(flat, states);
+              update_shard(part, states);
             });
 }
 
@@ -64,13 +59,14 @@ void Optimizer::update_shard(const FlatUpdate&, std::span<const Tensor>) {
 }
 
 void Optimizer::round_low() {
-  for_parts(0, shards_.size(), {.states = false, .grad = false},
+  for_parts(0, shards_.size(), {}, {.states = false, .grad = false},
             [](size_t, const FlatUpdate& part, std::span<const Tensor>) {
               if (part.low.is_defined()) tessera::round_low(part);
             });
 }
 
-void Optimizer::for_parts(size_t first, size_t last, PartUse use, const PartUpdate& f) {
+void Optimizer::for_parts(size_t first, size_t last, const StepScalars& step, PartUse use,
+                          const PartUpdate& f) {
   const std::vector<NamedState> named = use.states ? state() : std::vector<NamedState>();
   const auto update = [&](size_t index, const ShardWindow& window) {
     FlatUpdate flat;
@@ -79,6 +75,10 @@ void Optimizer::for_parts(size_t first, size_t last, PartUse use, const PartUpda
     flat.low = window.low;
     flat.segments = segments_[index];
     flat.first = window.first;
+    flat.grad_scale = step.grad_scale;
+    flat.skip = step.skip;
+    flat.lr = step.lr;
+    flat.weight_decay = 1;  // the segments have theirs
     if (flat.segments.rounding.is_defined()) flat.rounding_step = step_count_;
     f(index, flat, window.states);
   };

@@ -89,8 +89,10 @@ class Optimizer {
     bool states = true, master = true, grad = true;
   };
   using PartUpdate = std::function<void(size_t shard, const FlatUpdate&, std::span<const Tensor>)>;
-  /// Calls `f` with shards [begin, end), or with windows that cover them, and their states.
-  void for_parts(size_t begin, size_t end, PartUse use, const PartUpdate& f);
+  /// Calls `f` with shards [begin, end), or with windows that cover them, the scalars of the step in
+  /// them, and their states.
+  void for_parts(size_t begin, size_t end, const StepScalars& step, PartUse use,
+                 const PartUpdate& f);
 
   friend class OptimizerSet;
   std::vector<FlatShard> shards_;

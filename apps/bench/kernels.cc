@@ -562,7 +562,7 @@ class Bench {
       time("adamw_step", shape, k::adamw_step, adamw);
       k::AdamW8bitStep eight{};
       static_cast<k::FlatUpdate&>(eight) = flat;
-      const int64_t blocks = (s_.N + k::kStateBlock - 1) / k::kStateBlock;
+      const int64_t blocks = k::state_blocks(s_.N);
       const Tensor m_codes = zeros({s_.N}, kU8), v_codes = zeros({s_.N}, kU8),
                    m_absmax = zeros({blocks}), v_absmax = zeros({blocks});
       const std::vector<float> maps = k::dynamic_maps();
@@ -601,7 +601,7 @@ class Bench {
 
   /// Of one vector; its second moments are as many.
   void adafactor(const k::FlatUpdate& flat, const std::string& shape, const Tensor& step) {
-    const Tensor scaled = zeros({s_.N}), squares = zeros({(s_.N + 255) / 256}),
+    const Tensor scaled = zeros({s_.N}), squares = zeros({k::state_blocks(s_.N)}),
                  before = zeros({s_.N + 2}), values = zeros({s_.N + 2}),
                  workspace = zeros({k::AdafactorFactors::workspace_numel()});
     const Tensor places = from_values({int64_t{0}, int64_t{0}, s_.N, int64_t{0}, int64_t{0}}, {5});

@@ -389,7 +389,7 @@ void adafactor_factors(const AdafactorFactors& p) {
   });
   double update_squares = 0, squares = 0;
   for (int64_t i = 0; i < parts; ++i) update_squares += static_cast<double>(p.workspace[i]);
-  const int64_t blocks = (p.numel() + kStateBlock - 1) / kStateBlock;
+  const int64_t blocks = state_blocks(p.numel());
   for (int64_t i = 0; i < blocks; ++i) squares += static_cast<double>(p.squares[i]);
   const auto numel = static_cast<double>(p.numel());
   const double rho = std::min(p.lr, 1 / std::sqrt(t));

@@ -19,6 +19,9 @@
 namespace tessera::kernels {
 
 inline constexpr int64_t kStateBlock = 256;  ///< values that share a scale
+constexpr int64_t state_blocks(int64_t numel) {
+  return (numel + kStateBlock - 1) / kStateBlock;
+}
 
 struct DynamicMap {
   std::array<float, 256> values;  ///< ascending

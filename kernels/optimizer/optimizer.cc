@@ -11,6 +11,15 @@ int64_t nbytes_of(DType dtype, int64_t numel) {
   return numel * static_cast<int64_t>(size_of(dtype));
 }
 
+/// Of a kernel that reads a shard's gradient and updates nothing.
+Cost gradient_cost(const FlatUpdate& u, double flops_per_element) {
+  return Cost(flops_per_element * static_cast<double>(u.numel))
+      .read(u.grad, nbytes_of(u.grad_dtype, u.numel))
+      .read(u.bounds, nbytes_of(kI64, 2 * u.num_segments))
+      .read(u.grad_scale, 4)
+      .read(u.skip, 1);
+}
+
 }  // namespace
 
 Cost FlatUpdate::cost(double flops_per_element) const {
@@ -35,7 +44,7 @@ Cost AdamWStep::cost() const {
 }
 
 Cost AdamW8bitStep::cost() const {
-  const int64_t blocks = (numel + kStateBlock - 1) / kStateBlock;
+  const int64_t blocks = state_blocks(numel);
   return FlatUpdate::cost(35)
       .write_or_accumulate(exp_avg, numel, true)
       .write_or_accumulate(exp_avg_sq, numel, true)
@@ -53,13 +62,9 @@ Cost SgdStep::cost() const {
 }
 
 Cost MuonDirection::cost() const {
-  return Cost(6.0 * static_cast<double>(numel))
+  return gradient_cost(*this, 6)
       .write_or_accumulate(momentum_buffer, nbytes_of(kF32, numel), true)
-      .write(direction, nbytes_of(kBF16, numel))
-      .read(grad, nbytes_of(grad_dtype, numel))
-      .read(bounds, nbytes_of(kI64, 2 * num_segments))
-      .read(grad_scale, 4)
-      .read(skip, 1);
+      .write(direction, nbytes_of(kBF16, numel));
 }
 
 Cost MuonApply::cost() const {
@@ -73,14 +78,10 @@ Cost LionStep::cost() const {
 }
 
 Cost AdafactorCollect::cost() const {
-  return Cost(3.0 * static_cast<double>(numel))
+  return gradient_cost(*this, 3)
       .write(scaled, nbytes_of(kF32, numel))
-      .write(squares, nbytes_of(kF32, (numel + kStateBlock - 1) / kStateBlock))
-      .read(master, nbytes_of(kF32, numel))
-      .read(grad, nbytes_of(grad_dtype, numel))
-      .read(bounds, nbytes_of(kI64, 2 * num_segments))
-      .read(grad_scale, 4)
-      .read(skip, 1);
+      .write(squares, nbytes_of(kF32, state_blocks(numel)))
+      .read(master, nbytes_of(kF32, numel));
 }
 
 Cost AdafactorFactors::cost() const {
@@ -88,7 +89,7 @@ Cost AdafactorFactors::cost() const {
       .write(next, nbytes_of(kF32, rows + cols + 2))
       .read(values, nbytes_of(kF32, rows + cols + 2))
       .read(g, nbytes_of(kF32, numel()))
-      .read(squares, nbytes_of(kF32, (numel() + kStateBlock - 1) / kStateBlock))
+      .read(squares, nbytes_of(kF32, state_blocks(numel())))
       .write(workspace, nbytes_of(kF32, workspace_numel()))
       .read(step, 8)
       .read(skip, 1);
@@ -243,7 +244,7 @@ void adamw_8bit_step(const FlatUpdate& update, const AdamW8bitUpdate& adamw) {
   TESSERA_CHECK_SHAPE(update.first % kernels::kStateBlock == 0,
                       "{}: first must be a multiple of {}, got {}", kOp, kernels::kStateBlock,
                       update.first);
-  const Shape blocks{(update.master.numel() + kernels::kStateBlock - 1) / kernels::kStateBlock};
+  const Shape blocks{kernels::state_blocks(update.master.numel())};
   const auto check = [&](const char* name, const Tensor& t, const Shape& shape, DType dtype) {
     TESSERA_CHECK_SHAPE(t.is_contiguous() && t.shape() == shape,
                         "{}: {} must be contiguous {}, got {}", kOp, name, shape, t.shape());
@@ -322,7 +323,7 @@ void adafactor_collect(const FlatUpdate& update, const Tensor& scaled, const Ten
   constexpr const char* kOp = "adafactor_collect";
   const kernels::FlatUpdate args = flat_args(kOp, update);
   check_state(kOp, "scaled", scaled, update.master);
-  const int64_t blocks = (args.numel + kernels::kStateBlock - 1) / kernels::kStateBlock;
+  const int64_t blocks = kernels::state_blocks(args.numel);
   TESSERA_CHECK_SHAPE(squares.numel() == blocks && args.first % kernels::kStateBlock == 0,
                       "{}: expected {} sums of squares and first a multiple of {}, got {} and {}",
                       kOp, blocks, kernels::kStateBlock, squares.shape(), args.first);
