@@ -81,6 +81,34 @@ void store_low(const FlatUpdate& p, int64_t offset, int64_t count, int64_t segme
   }
 }
 
+/// What AdamW has of a step, rounded to f32 once, and of a segment in it.
+struct AdamWFactors {
+  /// P: AdamWStep or AdamW8bitStep.
+  template <class P>
+  explicit AdamWFactors(const P& p)
+      : correction1(1 - std::pow(p.beta1, static_cast<double>(*p.step))),
+        root2(
+            static_cast<float>(1 / std::sqrt(1 - std::pow(p.beta2, static_cast<double>(*p.step))))),
+        beta1(static_cast<float>(p.beta1)),
+        beta2(static_cast<float>(p.beta2)),
+        weight1(static_cast<float>(1 - p.beta1)),
+        weight2(static_cast<float>(1 - p.beta2)),
+        eps(static_cast<float>(p.eps)) {}
+
+  struct OfSegment {
+    float keep, step_size;
+  };
+  OfSegment of_segment(const FlatUpdate& p, int64_t segment) const {
+    const double lr = static_cast<double>(p.lr) * static_cast<double>(p.factors[2 * segment]);
+    const double decay =
+        static_cast<double>(p.weight_decay) * static_cast<double>(p.factors[2 * segment + 1]);
+    return {static_cast<float>(1 - lr * decay), static_cast<float>(lr / correction1)};
+  }
+
+  double correction1;
+  float root2, beta1, beta2, weight1, weight2, eps;
+};
+
 /// Finds codes without a search: the leading bits of a scaled value say between which two codes it
 /// is at most, and one comparison decides.
 class CodeTable {
@@ -149,18 +177,11 @@ class CodeTable {
 }  // namespace
 
 void adamw_step(const AdamWStep& p) {
-  const auto t = static_cast<double>(*p.step);
-  const double correction1 = 1 - std::pow(p.beta1, t);
-  const float root2 = static_cast<float>(1 / std::sqrt(1 - std::pow(p.beta2, t)));
-  const float beta2 = static_cast<float>(p.beta2), eps = static_cast<float>(p.eps);
-  const float weight1 = static_cast<float>(1 - p.beta1), weight2 = static_cast<float>(1 - p.beta2);
-  const float scale = scale_of(p);
+  const AdamWFactors factors(p);
+  const float root2 = factors.root2, beta2 = factors.beta2, eps = factors.eps;
+  const float weight1 = factors.weight1, weight2 = factors.weight2, scale = scale_of(p);
   for_segments(p, [&](int64_t offset, int64_t count, int64_t segment) {
-    const double lr = static_cast<double>(p.lr) * static_cast<double>(p.factors[2 * segment]);
-    const double decay =
-        static_cast<double>(p.weight_decay) * static_cast<double>(p.factors[2 * segment + 1]);
-    const float keep = static_cast<float>(1 - lr * decay);
-    const float step_size = static_cast<float>(lr / correction1);
+    const auto [keep, step_size] = factors.of_segment(p, segment);
     float buffer[kPieceCols];
     const float* __restrict grad = load_piece(buffer, p.grad, p.grad_dtype, offset, 1, count);
     float* __restrict master = p.master + offset;
@@ -179,18 +200,12 @@ void adamw_step(const AdamWStep& p) {
 
 void adamw_8bit_step(const AdamW8bitStep& p) {
   static const CodeTable kSigned(dynamic_map(true)), kUnsigned(dynamic_map(false));
-  const auto t = static_cast<double>(*p.step);
-  const double correction1 = 1 - std::pow(p.beta1, t);
-  const float root2 = static_cast<float>(1 / std::sqrt(1 - std::pow(p.beta2, t)));
-  const float beta1 = static_cast<float>(p.beta1), beta2 = static_cast<float>(p.beta2);
-  const float weight1 = static_cast<float>(1 - p.beta1), weight2 = static_cast<float>(1 - p.beta2);
-  const float eps = static_cast<float>(p.eps), scale = scale_of(p);
+  const AdamWFactors factors(p);
+  const float root2 = factors.root2, beta1 = factors.beta1, beta2 = factors.beta2;
+  const float weight1 = factors.weight1, weight2 = factors.weight2, eps = factors.eps;
+  const float scale = scale_of(p);
   for_segments(p, [&](int64_t begin, int64_t run, int64_t segment) {
-    const double lr = static_cast<double>(p.lr) * static_cast<double>(p.factors[2 * segment]);
-    const double decay =
-        static_cast<double>(p.weight_decay) * static_cast<double>(p.factors[2 * segment + 1]);
-    const float keep = static_cast<float>(1 - lr * decay);
-    const float step_size = static_cast<float>(lr / correction1);
+    const auto [keep, step_size] = factors.of_segment(p, segment);
     float buffer[kPieceCols], m[kStateBlock], v[kStateBlock];
     const float* const grads = load_piece(buffer, p.grad, p.grad_dtype, begin, 1, run);
     for (int64_t first = 0; first < run; first += kStateBlock) {
