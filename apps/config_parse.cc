@@ -233,6 +233,14 @@ std::string groups_of_tables(const toml::node& node) {
   return groups_text(groups);
 }
 
+/// Arrays of tables, each with the field that has it as a text.
+struct Tables {
+  std::string_view name, field;
+  std::string (*to_text)(const toml::node&);
+};
+constexpr Tables kTables[] = {{"data.source", "data.sources", sources_text},
+                              {"optim.group", "optim.groups", groups_of_tables}};
+
 void apply_toml(const Fields& fields, const toml::table& table, const std::string& prefix,
                 const std::string& name, Config& config) {
   std::vector<std::string> sections;
@@ -259,20 +267,14 @@ void apply_toml(const Fields& fields, const toml::table& table, const std::strin
       throw ConfigError(fmt::format("{}: unknown section [{}], expected a known one (nearest: {})",
                                     where, shorten(key), nearest_name(key, names)));
     }
-    if (key == "data.source") {
+    const auto tables = std::find_if(std::begin(kTables), std::end(kTables),
+                                     [&](const Tables& t) { return t.name == key; });
+    if (tables != std::end(kTables)) {
       at(where, [&] {
-        const std::string text = sources_text(node);
-        find_field(fields, "data.sources", where).set(text, toml_text(text));
+        const std::string text = tables->to_text(node);
+        find_field(fields, tables->field, where).set(text, toml_text(text));
       });
-      config.origins.insert_or_assign("data.sources", where);
-      continue;
-    }
-    if (key == "optim.group") {
-      at(where, [&] {
-        const std::string text = groups_of_tables(node);
-        find_field(fields, "optim.groups", where).set(text, toml_text(text));
-      });
-      config.origins.insert_or_assign("optim.groups", where);
+      config.origins.insert_or_assign(std::string(tables->field), where);
       continue;
     }
     const Field& field = find_field(fields, key, where);
