@@ -144,8 +144,9 @@ int64_t Advice::gradient_slots(const Choice& choice) const {
   }
   for (const UnitPlan& unit : units_) {
     const Gradients gradients = of_unit(unit);
-    const bool is_in_pieces =
-        choice.gradient_pieces && block > 0 && gradients.largest_table > block;
+    const bool is_in_pieces = choice.gradient_pieces &&
+                              choice.offload != Offload::kParamsAndOptimizer && block > 0 &&
+                              gradients.largest_table > block;
     if (!unit.is_block && !is_in_pieces) other = std::max(other, gradients.nbytes);
   }
   return other + 2 * block;
@@ -183,7 +184,7 @@ void Advice::propose_states() {
     propose(option("FsdpOptions::sync_every_micro_batch", name_of(GradSync::kEveryMicroBatch)),
             with([](Choice& c) { c.keeps_whole_gradients = false; }));
   }
-  if (!mine_.gradient_pieces && !mine_.keeps_whole_gradients) {
+  if (!mine_.gradient_pieces && !mine_.keeps_whole_gradients && !policy_.offloads_gradients()) {
     propose(option("FsdpOptions::gradient_pieces", "true"),
             with([](Choice& c) { c.gradient_pieces = true; }));
   }
