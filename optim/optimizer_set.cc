@@ -19,6 +19,7 @@ OptimizerSet::OptimizerSet(std::vector<FlatShard> shards, const std::map<std::st
     for (const size_t i : indices) own.push_back(shards_[i]);
     parts_.push_back({makers.at(name)(std::move(own)), std::move(indices)});
     parts_.back().optimizer->step_count_ = step_count_;
+    lr_ = parts_.back().optimizer->lr_;
   }
 }
 

@@ -11,7 +11,8 @@
 namespace tessera::optim {
 
 /// Several optimizers for the shards of one model: each updates those that name it
-/// (`FlatShard::optimizer`). Step count, learning rate, scale and skipped steps are the same for all.
+/// (`FlatShard::optimizer`). Step count, learning rate, scale and skipped steps are the same for all;
+/// `step()` takes the rate of the last one by name.
 /// States   those of all, by name: one state of two optimizers of which each has its own shards
 /// Errors   ConfigError that names the shard and the optimizer that there is none of
 class OptimizerSet final : public Optimizer {
