@@ -406,7 +406,7 @@ void add_fsdp(ConfigTable& t, Config& c) {
         "inside shard groups; false: after the last pass only; auto: by the strategy");
   t.add("fsdp.gradient_pieces", o.gradient_pieces,
         "gradients of an embedding and a head that are larger than any block's are computed and "
-        "reduced in pieces: less memory, a head's logits computed once more")
+        "reduced in pieces: less memory, a head's logits computed again")
       .needs(o.sync_every_micro_batch != dist::GradSync::kLast &&
                  (o.sync_every_micro_batch || o.strategy != dist::Strategy::kShardOptim) &&
                  o.offload != dist::Offload::kParamsAndOptimizer,

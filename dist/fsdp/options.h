@@ -105,8 +105,9 @@ struct FsdpOptions {
   /// The gradient of a table (an embedding, a head) that is larger than the largest block's is
   /// computed, reduced and dropped in pieces of at most that size ([Note: Pieces of a gradient] in
   /// plan.h), in slots that blocks have anyway: the same bits, but for an f32 head whose GEMMs round
-  /// otherwise for fewer rows. A head's logits are computed once more. Of no effect where whole
-  /// gradients are kept (sync_every_micro_batch = kLast) or gradient shards live in host memory.
+  /// otherwise for fewer rows. A head's logits are computed again, in blocks of 512 rows: once more,
+  /// or several times where a rank's part of a piece is less than a few blocks. Of no effect where
+  /// whole gradients are kept (sync_every_micro_batch = kLast) or gradient shards live in host memory.
   bool gradient_pieces = false;
   PrecisionOptions precision;
   Offload offload = Offload::kNone;

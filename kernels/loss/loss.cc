@@ -308,10 +308,12 @@ void weight_block(const LinearLoss& loss, const RowStats& stats, const Tensor& s
   if (!is_whole) Tensor(wanted).copy_(block.view.narrow(0, first - begin, count));
 }
 
-/// dw by rows, when somebody wants them: their logits once more. Whatever rows are asked for, they
+/// dw by rows, when somebody wants them: the logits of the blocks that they lie in again. Whatever rows are asked for, they
 /// are computed in the same blocks, since a row's bits may depend on how many are beside it.
 GradRows weight_rows(const LinearLoss& loss, const RowStats& stats, const Tensor& scale) {
-  return [loss, stats, scale](const GradDst& dst, int64_t begin) {
+  return [loss, stats, scale, x = save(loss.x), w = save(loss.w), targets = save(loss.targets)](
+             const GradDst& dst, int64_t begin) {
+    x.get(), w.get(), targets.get();              // unchanged since
     constexpr int64_t kBlock = 512, kLeast = 64;  // rows
     const int64_t last = begin + dst.view.dim(0);
     // The last block has the rest if that is little.
