@@ -35,9 +35,8 @@ Adafactor::Adafactor(std::vector<FlatShard> shards, const AdafactorOptions& opti
       const bool is_vector = p.shape.num_dims() < 2;
       const int64_t cols = is_vector ? p.shape.numel() : p.shape[p.shape.num_dims() - 1];
       const int64_t rows = is_vector ? 0 : p.shape.numel() / cols;
-      const auto least = std::min_element(work.begin(), work.end());
-      *least += static_cast<double>(p.shape.numel());
-      group.factors.push_back({p, rows, cols, numel, static_cast<int>(least - work.begin())});
+      const int owner = give_to_least(work, static_cast<double>(p.shape.numel()));
+      group.factors.push_back({p, rows, cols, numel, owner});
       numel += rows + cols + 2;
     }
     group.values = zeros({numel}, kF32);
@@ -93,18 +92,18 @@ void Adafactor::update_group(size_t index, const StepScalars& step) {
   const int64_t numel = shard.master.numel();
   const Tensor part = part_.narrow(0, 0, numel);
   const Tensor squares_part = squares_part_.narrow(0, 0, kernels::state_blocks(numel));
-  for_parts(index, index + 1, step, {},
-            [&](size_t, const FlatUpdate& window, std::span<const Tensor>) {
-              const int64_t count = window.master.numel();
-              adafactor_collect(window, part.narrow(0, window.first, count),
-                                squares_part.narrow(0, kernels::state_blocks(window.first),
-                                                    kernels::state_blocks(count)));
-            });
+  for_parts(index, index + 1, step, {}, [&](const FlatUpdate& window, std::span<const Tensor>) {
+    const int64_t count = window.master.numel();
+    adafactor_collect(
+        window, part.narrow(0, window.first, count),
+        squares_part.narrow(0, kernels::state_blocks(window.first), kernels::state_blocks(count)));
+  });
   const int owner = this_owner(shard);
   if (shard.exchange != nullptr) {
     const int ranks = num_owners(shard);
-    shard.exchange->gather_shards(squares_.narrow(0, 0, kernels::state_blocks(numel) * ranks),
-                                  squares_part);
+    const Event squares_are_here = shard.exchange->gather_shards(
+        squares_.narrow(0, 0, kernels::state_blocks(numel) * ranks), squares_part);
+    current_stream().wait(squares_are_here);
     current_stream().wait(shard.exchange->gather_shards(whole_.narrow(0, 0, numel * ranks), part));
     group.next.fill_(0);
   }
@@ -133,7 +132,7 @@ void Adafactor::update_group(size_t index, const StepScalars& step) {
   if (shard.exchange != nullptr) current_stream().wait(shard.exchange->sum(group.next));
   group.values.copy_(group.next);
   for_parts(index, index + 1, step, {.states = false, .grad = false},
-            [&](size_t, const FlatUpdate& window, std::span<const Tensor>) {
+            [&](const FlatUpdate& window, std::span<const Tensor>) {
               adafactor_apply(window, part.narrow(0, window.first, window.master.numel()),
                               group.values, group.places, options_.eps1);
             });

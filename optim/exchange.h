@@ -1,6 +1,8 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <vector>
 
 #include "core/runtime/stream.h"
 #include "core/tensor.h"
@@ -35,6 +37,13 @@ inline int num_owners(const FlatShard& shard) {
 }
 inline int this_owner(const FlatShard& shard) {
   return shard.exchange == nullptr ? 0 : shard.exchange->owner();
+}
+
+/// Who takes the next piece of work: the owner that has the least, which gets `amount` more.
+inline int give_to_least(std::vector<double>& work, double amount) {
+  const auto least = std::min_element(work.begin(), work.end());
+  *least += amount;
+  return static_cast<int>(least - work.begin());
 }
 
 }  // namespace tessera::optim

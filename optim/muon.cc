@@ -89,11 +89,7 @@ Muon::Muon(std::vector<FlatShard> shards, const MuonOptions& options)
     const auto flops = [](const Matrix& m) { return orthogonalize_flops(m.rows, m.cols).computed; };
     std::stable_sort(order.begin(), order.end(),
                      [&](const Matrix* a, const Matrix* b) { return flops(*a) > flops(*b); });
-    for (Matrix* m : order) {
-      const auto least = std::min_element(work.begin(), work.end());
-      *least += flops(*m);
-      m->owner = static_cast<int>(least - work.begin());
-    }
+    for (Matrix* m : order) m->owner = give_to_least(work, flops(*m));
     std::vector<float> scales;
     for (const Segment& segment : shard.segments) {
       const int64_t at = shard.begin + segment.begin;
@@ -132,7 +128,7 @@ void Muon::collect(size_t index, const StepScalars& step, Slot& slot) {
   const FlatShard& shard = shards_[index];
   const Tensor part = slot.part.narrow(0, 0, shard.master.numel());
   for_parts(index, index + 1, step, {.master = false},
-            [&](size_t, const FlatUpdate& window, std::span<const Tensor> states) {
+            [&](const FlatUpdate& window, std::span<const Tensor> states) {
               muon_direction(window,
                              {.momentum_buffer = states[0],
                               .direction = part.narrow(0, window.first, window.master.numel()),
@@ -169,7 +165,7 @@ void Muon::compute(size_t index, Slot& slot) {
 void Muon::apply(size_t index, const StepScalars& step, const Slot& slot) {
   current_stream().wait(slot.is_back);
   for_parts(index, index + 1, step, {.states = false, .grad = false},
-            [&](size_t, const FlatUpdate& window, std::span<const Tensor>) {
+            [&](const FlatUpdate& window, std::span<const Tensor>) {
               muon_apply(window,
                          {.orthogonal = slot.update.narrow(0, window.first, window.master.numel()),
                           .scales = scales_[index]});

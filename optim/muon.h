@@ -38,7 +38,7 @@ struct MuonOptions {
 ///          the last one's results travel while this one's matrices are computed. The bits do not
 ///          depend on the number of ranks.
 /// States   "momentum_buffer" (b): 4 bytes per element
-/// Memory   bf16 directions and results of the two largest groups of parameters
+/// Memory   bf16 directions and results of two groups of parameters as large as the largest
 /// Errors   ConfigError if an option is out of range, or for a parameter that is no matrix
 class Muon final : public Optimizer {
  public:

@@ -48,10 +48,9 @@ void Optimizer::step(float lr, const Tensor& grad_scale, const Tensor& skip) {
 }
 
 void Optimizer::update(const StepScalars& step) {
-  for_parts(0, shards_.size(), step, {},
-            [&](size_t, const FlatUpdate& part, std::span<const Tensor> states) {
-              update_shard(part, states);
-            });
+  for_parts(
+      0, shards_.size(), step, {},
+      [&](const FlatUpdate& part, std::span<const Tensor> states) { update_shard(part, states); });
 }
 
 void Optimizer::update_shard(const FlatUpdate&, std::span<const Tensor>) {
@@ -60,7 +59,7 @@ void Optimizer::update_shard(const FlatUpdate&, std::span<const Tensor>) {
 
 void Optimizer::round_low() {
   for_parts(0, shards_.size(), {}, {.states = false, .grad = false},
-            [](size_t, const FlatUpdate& part, std::span<const Tensor>) {
+            [](const FlatUpdate& part, std::span<const Tensor>) {
               if (part.low.is_defined()) tessera::round_low(part);
             });
 }
@@ -80,7 +79,7 @@ void Optimizer::for_parts(size_t first, size_t last, const StepScalars& step, Pa
     flat.lr = step.lr;
     flat.weight_decay = 1;  // the segments have theirs
     if (flat.segments.rounding.is_defined()) flat.rounding_step = step_count_;
-    f(index, flat, window.states);
+    f(flat, window.states);
   };
   // Neighbours with the same store go through it together, so that windows overlap across shards.
   for (size_t begin = first, end = first; begin < last; begin = end) {

@@ -88,7 +88,7 @@ class Optimizer {
   struct PartUse {
     bool states = true, master = true, grad = true;
   };
-  using PartUpdate = std::function<void(size_t shard, const FlatUpdate&, std::span<const Tensor>)>;
+  using PartUpdate = std::function<void(const FlatUpdate&, std::span<const Tensor>)>;
   /// Calls `f` with shards [begin, end), or with windows that cover them, the scalars of the step in
   /// them, and their states.
   void for_parts(size_t begin, size_t end, const StepScalars& step, PartUse use,

@@ -1,7 +1,5 @@
 #pragma once
 
-#include <memory>
-
 #include "dist/fsdp/lanes.h"
 #include "optim/exchange.h"
 
@@ -9,7 +7,7 @@ namespace tessera::dist {
 
 /// Moves whole parameters between the shards of an Fsdp and the ranks of a shard group that own
 /// them, with the communicators and on the streams that gather parameters and reduce gradients in a
-/// step, which are idle while the optimizer works. Lives no longer than `lanes`, which has a
+/// step, which are idle while the optimizer works. Not called after `lanes` has ended, which has a
 /// `gather_comm`.
 class Exchange final : public optim::ShardExchange {
  public:

@@ -16,7 +16,7 @@
 //                  element is a multiple of 4 in every layout of ours; others go one by one.
 // Eight-bit AdamW  a warp takes a block of 256 states, which its lanes share out; the block's
 //                  largest magnitude goes through the warp, codes are found by eight comparisons
-//                  with thresholds in shared memory. 12 bytes an element instead of 28.
+//                  with thresholds in shared memory. 16 bytes an element instead of 28.
 // Device scalars   gradient scale, skip flag and step count are read here: the host knows none.
 // Determinism      elements are independent of each other.
 

@@ -26,7 +26,6 @@ std::vector<float> middles(int count) {
 /// The largest x for which `low` is as near as `high` or nearer, by differences in f32.
 float threshold(float low, float high) {
   const auto is_low = [&](float x) { return x - low <= high - x; };
-  // Of floats of one sign the bits are in order, or in reverse; a border at 0 is no case of ours.
   float below = low, above = high;
   while (std::nextafter(below, above) < above) {
     const float middle = below + (above - below) / 2;

@@ -147,7 +147,8 @@ struct AdafactorApply : FlatUpdate {
   /// Of each segment: where rows, columns and scalars begin in `values`, the number of columns (0: a
   /// vector), and which element of the parameter element 0 of the shard would be.
   const int64_t* places;
-  float least;  ///< eps1^2
+  float least;             ///< eps1^2
+  int64_t num_values = 0;  ///< of `values`
   Cost cost() const;
 };
 TESSERA_DECLARE_KERNEL(adafactor_apply, AdafactorApply);

@@ -98,6 +98,7 @@ Cost AdafactorFactors::cost() const {
 Cost AdafactorApply::cost() const {
   return FlatUpdate::cost(8)
       .read(scaled, nbytes_of(kF32, numel))
+      .read(values, nbytes_of(kF32, num_values))
       .read(places, nbytes_of(kI64, 5 * num_segments));
 }
 
@@ -343,7 +344,7 @@ void adafactor_apply(const FlatUpdate& update, const Tensor& scaled, const Tenso
   kernels::adafactor_apply(current_stream(), {args, static_cast<const float*>(scaled.raw_data()),
                                               static_cast<const float*>(values.raw_data()),
                                               static_cast<const int64_t*>(places.raw_data()),
-                                              static_cast<float>(eps1 * eps1)});
+                                              static_cast<float>(eps1 * eps1), values.numel()});
   mark_changed(update.master);
   mark_changed(update.low);
 }
