@@ -7,6 +7,7 @@
 #include "core/autograd.h"
 #include "core/text.h"
 #include "dist/fsdp/offload.h"
+#include "dist/fsdp/parts.h"
 #include "dist/fsdp/shard_view.h"
 
 namespace tessera::dist {
@@ -56,8 +57,8 @@ std::vector<Slice> slices_of(const TrainingState& state, bool owned) {
     slices.push_back(
         {name, tensor.shape(), 0, tensor.detach().view({tensor.numel()}), is_optional});
   };
-  for (const std::string& name : state.fsdp->options().ignored) {
-    add_whole(std::string(kParametersPrefix) + name, state.model->parameter(name).tensor, false);
+  for (const nn::NamedParameter& p : parts_of(*state.fsdp).ignored) {
+    add_whole(std::string(kParametersPrefix) + p.name, p.parameter->tensor, false);
   }
   if (state.optimizer != nullptr) {
     add_whole("optimizer/step_count", state.optimizer->step_count(), false);
@@ -104,9 +105,8 @@ std::vector<std::pair<std::string, Shape>> expected_tensors(const TrainingState&
     }
     if (g.layout.is_trainable) ++index;
   }
-  for (const std::string& name : state.fsdp->options().ignored) {
-    tensors.emplace_back(std::string(kParametersPrefix) + name,
-                         state.model->parameter(name).tensor.shape());
+  for (const nn::NamedParameter& p : parts_of(*state.fsdp).ignored) {
+    tensors.emplace_back(std::string(kParametersPrefix) + p.name, p.parameter->tensor.shape());
   }
   return tensors;
 }
