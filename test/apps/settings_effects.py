@@ -501,6 +501,9 @@ ROWS = [
     Row("fsdp.reshard_after_forward", "true", exits_with(2), {"fsdp.strategy": "shard_grad_op"}, ranks=2),
     Row("fsdp.gradient_pieces", "true", lambda a, b: a.count("reduce_scatter embedding") == 2 and
         b.count("reduce_scatter embedding") > 8, TOKENS | {"model.vocab": 2000}, ranks=2, same=True),
+    Row("fsdp.gradient_pieces", "true", lambda a, b: a.count("reduce_scatter head") == 2 and
+        b.count("reduce_scatter head") > 8, TOKENS | {"model.vocab": 2000, "model.tied": "false"}, ranks=2,
+        same=True),
     Row("fsdp.prefetch_forward", 3, other_tree, {"model.layers": 6}, ranks=2, same=True),
     Row("fsdp.prefetch_backward", 3, other_tree, {"model.layers": 6}, ranks=2, same=True),
     Row("fsdp.offload", "params_and_optimizer", lambda a, b: set(b.streams) > set(a.streams), ranks=2,
