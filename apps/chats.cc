@@ -3,12 +3,12 @@
 #include <algorithm>
 #include <atomic>
 #include <exception>
+#include <filesystem>
 #include <thread>
 
 #include "apps/config.h"
 #include "apps/packed_samples.h"
 #include "core/check.h"
-#include "core/files.h"
 #include "core/text.h"
 
 namespace tessera::apps {
@@ -98,6 +98,15 @@ bool ChatReader::next(Chat& chat) {
   return true;
 }
 
+std::string folder_of_tokenizer(const std::string& name) {
+  if (name == "byte") return "";
+  std::error_code ignored;
+  const std::filesystem::path path(name);
+  const std::string dir =
+      (std::filesystem::is_directory(path, ignored) ? path : path.parent_path()).string();
+  return dir.empty() ? "." : dir;
+}
+
 int64_t num_learned(const text::TokenizedChat& chat) {
   if (chat.is_trained.empty()) return 0;
   return std::count(chat.is_trained.begin() + 1, chat.is_trained.end(), uint8_t{1});
@@ -114,14 +123,14 @@ bool fit(text::TokenizedChat& chat, int64_t context, text::LongChats rule) {
 }
 
 LoadedChats load_chats(const Config& config, std::shared_ptr<const text::Tokenizer> tokenizer,
-                       const std::string& dir) {
+                       const std::string& dir, int threads) {
   const DataConfig& d = config.data;
   LoadedChats loaded;
   loaded.chat_template =
       std::make_shared<const text::ChatTemplate>(text::load_chat_template(dir, d.chat_template));
   ChatReaderOptions options;
   options.train_on = d.train_on;
-  options.threads = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+  options.threads = threads;
   const std::vector<std::string> paths =
       files_of_globs("data.chat", {d.chat}, "JSON lines or Parquet files of conversations");
   ChatReader reader(paths, loaded.chat_template, std::move(tokenizer), options);

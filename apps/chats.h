@@ -38,7 +38,6 @@ class ChatReader {
   /// Errors   InputError of one line that names the file and the row: as DocumentReader,
   ///          parse_conversation, ChatTemplate::render and tokenize. Not to be used after one
   bool next(Chat& chat);
-  const DocumentReader& reader() const { return reader_; }
 
  private:
   struct Row;
@@ -71,10 +70,12 @@ struct LoadedChats {
 
 /// What data.chat names, by the template of data.chat_template, or that of `dir`, where the
 /// tokenizer is. Each conversation is a document that fits into a window.
-/// Errors   InputError as ChatReader, and if no conversation is left; ConfigError for a tokenizer
-///          without a chat template
+/// Errors   InputError as ChatReader, if no conversation is left, and without a chat template
 LoadedChats load_chats(const Config& config, std::shared_ptr<const text::Tokenizer> tokenizer,
-                       const std::string& dir);
+                       const std::string& dir, int threads = 1);
+
+/// Where the files beside a tokenizer are, by the name or path of it; empty for byte.
+std::string folder_of_tokenizer(const std::string& name);
 
 struct ShowChatsOptions {
   int64_t context = 0;  ///< positions; 0: any number

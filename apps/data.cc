@@ -75,7 +75,8 @@ TokenArray load_text(const Config& config, const TextSource& source,
   const std::string& path = source.paths[0];
   tokenizer = open_tokenizer(config);
   const bool is_char = tokenizer == nullptr, is_byte = !is_char && tokenizer->name() == "byte";
-  if (compression_of_name(path) != Compression::kNone || (!is_char && !is_byte)) {
+  const bool replaces = is_char && source.documents.invalid == InvalidText::kReplace;
+  if (compression_of_name(path) != Compression::kNone || replaces || (!is_char && !is_byte)) {
     if (is_char) tokenizer = char_tokenizer_of({source});
     return encode_documents(source, *tokenizer).tokens;
   }
@@ -369,7 +370,7 @@ bool needs_token_cache(const std::vector<TextSource>& sources, const text::Token
 
 namespace {
 
-void take_chats(const Config& config, Data& data) {
+void take_chats(const Config& config, int threads, Data& data) {
   data.tokenizer = open_tokenizer(config);
   if (data.tokenizer == nullptr) {
     throw ConfigError(
@@ -377,14 +378,8 @@ void take_chats(const Config& config, Data& data) {
                     "tokenizer",
                     config.origin("data.tokenizer"), config.data.tokenizer));
   }
-  std::string dir;  // of the tokenizer
-  if (config.data.tokenizer != "byte") {
-    std::error_code ignored;
-    const std::filesystem::path path(config.data.tokenizer);
-    dir = (std::filesystem::is_directory(path, ignored) ? path : path.parent_path()).string();
-    if (dir.empty()) dir = ".";
-  }
-  LoadedChats chats = load_chats(config, data.tokenizer, dir);
+  LoadedChats chats =
+      load_chats(config, data.tokenizer, folder_of_tokenizer(config.data.tokenizer), threads);
   data.sources = std::move(chats.sources);
   data.chats = std::move(chats.summary);
   if (!config.data.chat_template.empty()) data.chat_template = chats.chat_template->source();
@@ -392,12 +387,12 @@ void take_chats(const Config& config, Data& data) {
 
 }  // namespace
 
-Data load_data(const Config& config, const std::vector<std::string>& caches) {
+Data load_data(const Config& config, const std::vector<std::string>& caches, int threads) {
   Data data;
   Corpus all;
   const std::vector<TextSource> texts = text_sources(config);
   if (!config.data.chat.empty()) {
-    take_chats(config, data);
+    take_chats(config, threads, data);
   } else if (!config.data.sources.empty()) {
     data.sources = load_sources(config, texts, caches, data.tokenizer);
   } else if (!texts.empty() && texts[0].is_one_text) {

@@ -80,8 +80,8 @@ struct Data {
   size_t num_train_files = 0;     ///< of these; the rest is data.val_tokens
   std::shared_ptr<text::Tokenizer> tokenizer;  ///< none for token shards
   std::shared_ptr<const std::vector<TokenSource>>
-      sources;                ///< of data.sources or data.chat; train has them too
-  std::string chats;          ///< of data.chat, for the log: how many there are and are trained on
+      sources;        ///< of data.sources, data.chat or several documents; train has them too
+  std::string chats;  ///< of data.chat, for the log: how many there are and are trained on
   std::string chat_template;  ///< data.chat_template, which goes with the model; or empty
   int64_t vocab_size = 0;     ///< model.vocab, or the tokenizer's size
 };
@@ -110,7 +110,7 @@ bool needs_token_cache(const std::vector<TextSource>& sources, const text::Token
 /// texts are tokenized in memory.
 /// Errors   InputError for missing or empty files and for texts, with file, line or row; ConfigError
 ///          for a vocabulary that is too small
-Data load_data(const Config& config, const std::vector<std::string>& caches = {});
+Data load_data(const Config& config, const std::vector<std::string>& caches = {}, int threads = 1);
 
 /// Rows of a model call, row-major [B, T] each. A padded row has only ignored targets.
 struct Batch {

@@ -3,10 +3,12 @@
 #include <algorithm>
 #include <charconv>
 
+#include "apps/encode_documents.h"
 #include "apps/text/unicode.h"
 #include "apps/token_cache.h"
 #include "core/check.h"
 #include "core/text.h"
+#include "core/utf8.h"
 
 namespace tessera::apps {
 
@@ -107,19 +109,16 @@ std::vector<std::pair<std::string, double>> parse_sources(const std::string& tex
 }
 
 std::shared_ptr<text::Tokenizer> char_tokenizer_of(const std::vector<TextSource>& sources) {
-  std::vector<bool> is_known(0x110000);
+  std::vector<bool> is_known(text::kNumCodes);
   std::string characters;
   for (const TextSource& source : sources) {
     DocumentReader reader(source.paths, source.documents);
     for (Document document; reader.next(document);) {
-      const std::string_view text = document.text;
-      for (size_t at = 0, nbytes = 0; at < text.size(); at += nbytes) {
-        nbytes = text::utf8_nbytes(text[at]);
-        const char32_t c = text::utf8_decode(text.data() + at);
-        if (is_known[c]) continue;
+      text::for_each_character(document.text, [&](char32_t c) {
+        if (is_known[c]) return;
         is_known[c] = true;
-        characters += text.substr(at, nbytes);
-      }
+        append_utf8(characters, c);
+      });
     }
   }
   return text::make_char_tokenizer(characters);
@@ -129,16 +128,15 @@ TokenDocuments encode_documents(const TextSource& source, const text::Tokenizer&
   TokenDocuments documents;
   std::vector<int32_t> ids;
   DocumentReader reader(source.paths, source.documents);
-  for (Document document; reader.next(document);) {
-    const auto begin = static_cast<int64_t>(ids.size());
-    try {
-      tokenizer.encode(document.text, ids);
-    } catch (const InputError& error) {
-      throw InputError(fmt::format("{}: {}", reader.where(document.position), error.what()));
+  DocumentEncoder encoder(tokenizer, reader, {});
+  int64_t last_end = 0;
+  while (const auto batch = encoder.next()) {
+    for (size_t i = 0; i < batch->parts.size(); ++i) {
+      ids.insert(ids.end(), batch->ids[i].begin(), batch->ids[i].end());
+      if (!batch->parts[i].is_last || std::ssize(ids) == last_end) continue;
+      documents.begins.push_back(last_end);
+      documents.ends.push_back(last_end = std::ssize(ids));
     }
-    if (std::ssize(ids) == begin) continue;
-    documents.begins.push_back(begin);
-    documents.ends.push_back(static_cast<int64_t>(ids.size()));
   }
   if (ids.empty()) {
     throw InputError(

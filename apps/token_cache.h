@@ -23,7 +23,7 @@ namespace tessera::apps {
 struct TokenCacheOptions {
   std::string directory;  ///< of the entries
   int threads = 1;
-  /// Called now and then with bytes read of all; may throw to end it.
+  /// Called now and then with bytes read of all, or of 0 while files are hashed; may throw to end it.
   std::function<void(int64_t bytes_read, int64_t bytes_total)> progress = {};
 };
 

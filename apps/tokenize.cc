@@ -264,11 +264,8 @@ void show(const Common& common, const std::string& template_path, ChatReaderOpti
           ShowChatsOptions options, std::FILE* out) {
   reading.format = named<FileFormat>(common.format);
   options.has_colour = out == stdout && ::isatty(STDOUT_FILENO) == 1 && !has_no_colour();
-  std::error_code ignored;
-  const fs::path path(common.tokenizer);
-  const std::string dir = (fs::is_directory(path, ignored) ? path : path.parent_path()).string();
   const auto chat_template = std::make_shared<const text::ChatTemplate>(
-      text::load_chat_template(dir.empty() ? "." : dir, template_path));
+      text::load_chat_template(folder_of_tokenizer(common.tokenizer), template_path));
   ChatReader reader(input_files(common), chat_template, load(common), reading);
   show_chats(reader, options, out);
 }

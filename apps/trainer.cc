@@ -938,7 +938,7 @@ TrainResult train(const Config& given, dist::World& world) {
   const auto load = [&](const std::vector<std::string>& caches) {
     std::vector<Fact> facts;
     world.control().verdict([&] {
-      data = load_data(config, caches);
+      data = load_data(config, caches, context->options().num_threads);
       facts = facts_of(config, data, context->device());
     });
     check_agreement(world.control(), facts);
@@ -993,7 +993,7 @@ TrainResult train(const Config& given, dist::World& world) {
       load(caches);
     }
     Trainer trainer(config, world, std::move(data), run_dir, checkpoints, status, steps_done.get());
-    if (has_cache && world.rank() == 0) remove_other_token_caches(config, caches);
+    if (world.rank() == 0) remove_other_token_caches(config, caches);
     set_fatal_report(fatal_report);  // only now an earlier run's status is this one's
     const TrainResult result = trainer.run();
     if (context->order_check() != nullptr) {

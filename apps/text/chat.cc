@@ -265,7 +265,7 @@ ChatTemplate load_chat_template(const std::string& dir, const std::string& path,
     for (const auto& [name, value] : tokens->dict().items) add_token(name.text(), &value);
   }
   const Value all = jinja::make_dict(std::move(variables));
-  if (!path.empty() || fs::exists(template_path, ignored)) {
+  if (!path.empty() || (!dir.empty() && fs::exists(template_path, ignored))) {
     return {read_regular_file(template_path, kMaxNbytes), template_path, all, std::move(options)};
   }
   const Value* source = config.dict().find(std::string_view("chat_template"));
@@ -284,7 +284,7 @@ ChatTemplate load_chat_template(const std::string& dir, const std::string& path,
     throw InputError(
         fmt::format("{}: no chat template, expected chat_template.jinja or a chat_template in "
                     "tokenizer_config.json",
-                    dir));
+                    dir.empty() ? "the byte tokenizer" : dir));
   }
   return {source->text(), config_path + ": chat_template", all, std::move(options)};
 }

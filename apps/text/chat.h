@@ -139,7 +139,6 @@ class ChatTokenizer {
   explicit ChatTokenizer(std::shared_ptr<const Tokenizer> tokenizer);
   /// Errors   InputError as above
   TokenizedChat tokenize(const RenderedChat& chat) const;
-  const Tokenizer& tokenizer() const { return *tokenizer_; }
 
  private:
   std::shared_ptr<const Tokenizer> tokenizer_;

@@ -65,8 +65,8 @@ class ByteTokenizer : public Tokenizer {
   int64_t vocab_size() const override { return 256; }
   void encode(std::string_view text, std::vector<int32_t>& ids,
               const EncodeOptions&) const override {
-    ids.reserve(ids.size() + text.size());
-    for (const char c : text) ids.push_back(static_cast<unsigned char>(c));
+    const auto* const bytes = reinterpret_cast<const unsigned char*>(text.data());
+    ids.insert(ids.end(), bytes, bytes + text.size());
   }
   std::string decode(const std::vector<int32_t>& ids, const DecodeOptions&) const override {
     std::string text;
@@ -119,7 +119,6 @@ class CharTokenizer : public Tokenizer {
   int64_t vocab_size() const override { return static_cast<int64_t>(chars_.size()); }
   void encode(std::string_view text, std::vector<int32_t>& ids,
               const EncodeOptions&) const override {
-    ids.reserve(ids.size() + text.size());
     for_each_char(text, "tokenizer", [&](std::string_view c, size_t offset) {
       const auto found = ids_.find(std::string(c));
       if (found == ids_.end()) {
