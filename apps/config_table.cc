@@ -200,14 +200,14 @@ void add_data(ConfigTable& t, Config& c) {
         "tokenizer.json or of a directory with one; with model.from: that of the model")
       .on_resume(ResumeKind::kFree)  // other tokens are other data
       .expects("byte, char or a path")
-      .needs(d.tokens.empty(), "data.text or data.sources");
+      .needs(d.tokens.empty(), "data.text, data.sources or data.chat");
   t.add("data.field", d.field, "the text's field in a JSON line, or column of .parquet")
       .on_resume(ResumeKind::kFree)
-      .needs(d.tokens.empty(), "data.text or data.sources");
+      .needs(d.tokens.empty() && !has_chats, "data.text or data.sources");
   t.add("data.invalid", d.invalid,
         "bytes of texts that are not UTF-8: an error, or each becomes U+FFFD")
       .on_resume(ResumeKind::kFree)
-      .needs(d.tokens.empty(), "data.text or data.sources");
+      .needs(d.tokens.empty() && !has_chats, "data.text or data.sources");
   t.add("data.val_fraction", d.val_fraction, kFraction,
         "fraction of the data kept back for validation")
       .needs(d.val_tokens.empty(), "no data.val_tokens");
@@ -301,10 +301,12 @@ void add_optim(ConfigTable& t, Config& c) {
   using Kind = optim::ScheduleKind;
   OptimConfig& o = c.optim;
   const Kind kind = o.schedule.kind;
-  const bool is_sgd = o.name == OptimizerName::kSgd, is_muon = o.name == OptimizerName::kMuon;
+  const bool has_groups = !o.groups.empty();  // which may name any of them
+  const bool is_sgd = o.name == OptimizerName::kSgd || has_groups;
+  const bool is_muon = o.name == OptimizerName::kMuon || has_groups;
   // Beside muon AdamW updates vectors, embeddings and the head.
-  const bool is_adamw = o.name == OptimizerName::kAdamW || o.name == OptimizerName::kAdamW8bit ||
-                        is_muon || !o.groups.empty();
+  const bool is_adamw =
+      o.name == OptimizerName::kAdamW || o.name == OptimizerName::kAdamW8bit || is_muon;
   const bool has_betas = is_adamw || o.name == OptimizerName::kLion;
   constexpr std::string_view kAdamWNames = "optim.name = adamw, adamw_8bit or muon";
   const int64_t steps_to_decay = c.train.steps - o.schedule.warmup_steps;

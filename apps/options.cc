@@ -140,24 +140,6 @@ std::unique_ptr<optim::Optimizer> make_one_optimizer(const Config& config, Optim
   throw InternalError("make_optimizer: not a name of an optimizer");
 }
 
-/// One optimizer, or one for each name.
-std::unique_ptr<optim::Optimizer> make_optimizers(const Config& config,
-                                                  const std::vector<optim::FlatShard>& shards) {
-  const auto maker = [&config](OptimizerName name) {
-    return [&config, name](std::vector<optim::FlatShard> own) {
-      return make_one_optimizer(config, name, std::move(own));
-    };
-  };
-  const bool is_alone = std::all_of(shards.begin(), shards.end(),
-                                    [](const optim::FlatShard& s) { return s.optimizer.empty(); });
-  if (is_alone) return maker(config.optim.name)(shards);
-  std::map<std::string, optim::OptimizerSet::Make> makers{{"", maker(config.optim.name)}};
-  for (const auto& entry : kEnumNames<OptimizerName>) {
-    makers.emplace(entry.name, maker(entry.value));
-  }
-  return std::make_unique<optim::OptimizerSet>(shards, makers);
-}
-
 }  // namespace
 
 std::unique_ptr<nn::LanguageModel> make_model(const ModelConfig& config, int64_t vocab_size) {
@@ -224,8 +206,20 @@ dist::FsdpOptions fsdp_options(const Config& config, nn::Module& model) {
 
 std::unique_ptr<optim::Optimizer> make_optimizer(const Config& config,
                                                  const std::vector<optim::FlatShard>& shards) {
+  const auto maker = [&config](OptimizerName name) {
+    return [&config, name](std::vector<optim::FlatShard> own) {
+      return make_one_optimizer(config, name, std::move(own));
+    };
+  };
+  const bool is_alone = std::all_of(shards.begin(), shards.end(),
+                                    [](const optim::FlatShard& s) { return s.optimizer.empty(); });
+  if (is_alone) return maker(config.optim.name)(shards);
+  std::map<std::string, optim::OptimizerSet::Make> makers{{"", maker(config.optim.name)}};
+  for (const auto& entry : kEnumNames<OptimizerName>) {
+    makers.emplace(entry.name, maker(entry.value));
+  }
   try {
-    return make_optimizers(config, shards);
+    return std::make_unique<optim::OptimizerSet>(shards, makers);
   } catch (const ConfigError& error) {
     if (config.optim.groups.empty()) throw;
     throw ConfigError(

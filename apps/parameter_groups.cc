@@ -51,15 +51,20 @@ double number(std::string_view name, std::string_view text) {
 void set_option(dist::ParameterGroup& group, std::string_view option) {
   const size_t equals = option.find('=');
   const std::string_view name = trimmed(option.substr(0, equals));
-  const std::string_view value =
-      equals == std::string_view::npos ? std::string_view() : trimmed(option.substr(equals + 1));
-  if (name == "frozen" && equals == std::string_view::npos) {
+  const auto fail = [option] {
+    throw ConfigError(fmt::format("{}, expected {}", toml_text(shorten(option)), kOptions));
+  };
+  if (equals == std::string_view::npos) {
+    if (name != "frozen") fail();
     group.frozen = true;
-  } else if (name == "lr_scale" && equals != std::string_view::npos) {
+    return;
+  }
+  const std::string_view value = trimmed(option.substr(equals + 1));
+  if (name == "lr_scale") {
     group.lr_scale = number(name, value);
-  } else if (name == "weight_decay" && equals != std::string_view::npos) {
+  } else if (name == "weight_decay") {
     group.weight_decay = number(name, value);
-  } else if (name == "optimizer" && equals != std::string_view::npos) {
+  } else if (name == "optimizer") {
     const auto names = optimizer_names();
     if (std::find(names.begin(), names.end(), value) == names.end()) {
       throw ConfigError(
@@ -67,7 +72,7 @@ void set_option(dist::ParameterGroup& group, std::string_view option) {
     }
     group.optimizer = value;
   } else {
-    throw ConfigError(fmt::format("{}, expected {}", toml_text(shorten(option)), kOptions));
+    fail();
   }
 }
 

@@ -44,6 +44,8 @@ std::vector<Example> examples() {
       {"data.tokenizer", "byte", {"--data.text=", "--data.tokens=y", "--model.vocab=9"}, {}},
       {"data.field", "body", {"--data.text=", "--data.tokens=y", "--model.vocab=9"}, {}},
       {"data.invalid", "replace", {"--data.text=", "--data.tokens=y", "--model.vocab=9"}, {}},
+      {"data.field", "body", kChats, {}},
+      {"data.invalid", "replace", kChats, {}},
       {"data.chat_template", "t.jinja", {}, kChats},
       {"data.train_on", "all", {}, kChats},
       {"data.long_chats", "drop", {}, kChats},
