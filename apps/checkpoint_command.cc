@@ -155,11 +155,13 @@ std::map<std::string, std::string> files_of_source(const std::string& source,
     file.check();
     return text;
   };
-  for (const char* name : {"tokenizer.json", "tokenizer_config.json", "tokenizer.model",
-                           "vocab.json", "merges.txt", "vocab.txt", "special_tokens_map.json",
-                           "added_tokens.json", "chat_template.jinja", "chat_template.json"}) {
-    if (has_tokenizer) break;
-    if (const auto text = read(name)) files[name] = *text;
+  if (!has_tokenizer) {
+    std::vector<std::string> names = {"tokenizer.json", "tokenizer.model", "vocab.json",
+                                      "merges.txt", "vocab.txt"};
+    names.insert(names.end(), text::kCompanionFiles.begin(), text::kCompanionFiles.end());
+    for (const std::string& name : names) {
+      if (const auto text = read(name)) files[name] = *text;
+    }
   }
   if (const auto text = read(kGeneration)) {
     const auto config = read(kConfig);
@@ -210,6 +212,12 @@ void export_hf(const ModelState& state, const std::string& target, const ExportO
          files_of_source(config.model.source, hf.token_ids, has_tokenizer)) {
       hf.files[name] = content;
     }
+  } else if (const auto g = hf.files.find("generation_config.json");
+             g != hf.files.end() &&
+             !(hf.token_ids.bos.empty() && hf.token_ids.eos.empty() && hf.token_ids.pad.empty())) {
+    // That of the tokenizer's directory, with the ids that config.json gets.
+    g->second = nn::hf_generation_json(hf.token_ids, /*changes_ids=*/true,
+                                       state.home() + "/" + g->first, g->second);
   }
   if (has_tokenizer) add_chat_template(state.home(), hf.files);
   dist::HfWriter writer(target, nn::hf_config_of(*model), hf);

@@ -33,21 +33,14 @@ constexpr size_t kMaxWhyNbytes = 4096;
 constexpr const char* kLockFile = "/run.lock";
 constexpr const char* kRunFile = "/run.json";
 constexpr std::array kStateNames = {"running", "finished", "preempted", "failed"};
-/// What a run writes beside its checkpoints.
-constexpr std::array kArtefacts = {"status.json",
-                                   "config.toml",
-                                   "run.json",
-                                   "metrics.jsonl",
-                                   "tokenizer.json",
-                                   "token_check.txt",
-                                   "model.safetensors",
-                                   "run.lock",
-                                   "tokenizer_config.json",
-                                   "special_tokens_map.json",
-                                   "added_tokens.json",
-                                   "chat_template.jinja",
-                                   "chat_template.json",
-                                   "generation_config.json"};
+/// What a run writes beside its checkpoints, what goes with its tokenizer among it.
+std::vector<std::string_view> artefacts() {
+  std::vector<std::string_view> names = {"status.json",       "config.toml",    "run.json",
+                                         "metrics.jsonl",     "tokenizer.json", "token_check.txt",
+                                         "model.safetensors", "run.lock"};
+  names.insert(names.end(), text::kCompanionFiles.begin(), text::kCompanionFiles.end());
+  return names;
+}
 
 /// A small text; empty if there is none.
 std::string read_small(const std::string& path) {
@@ -410,14 +403,14 @@ void RunDir::check_place(const Place& place) const {
         where));
   }
   const bool is_ours = is_of_a_run(place.dir);
-  for (const char* name : kArtefacts) {
+  for (const std::string_view name : artefacts()) {
     std::error_code ignored;
     const fs::path path = fs::path(place.dir) / name;
     if (fs::is_directory(path, ignored)) {
       throw ConfigError(fmt::format("{}: {} in it is a directory, expected none", where, name));
     }
     if (is_ours || !fs::exists(fs::symlink_status(path, ignored))) continue;
-    if (kLockFile + 1 == std::string_view(name) && is_lock_of_a_run(place.dir)) continue;
+    if (kLockFile + 1 == name && is_lock_of_a_run(place.dir)) continue;
     throw ConfigError(
         fmt::format("{} has a {} that no run of ours made, expected an empty directory, or one of "
                     "a run",
@@ -552,9 +545,9 @@ void check_trace_path(const Config& config, int rank) {
   const std::string parent = parent_of(name);
   std::error_code ignored;
   if (!fs::is_directory(parent, ignored)) fail("no directory " + parent);
+  const std::vector<std::string_view> own = artefacts();
   if (is_same_dir(parent, config.output.dir) &&
-      std::find(kArtefacts.begin(), kArtefacts.end(), path.filename().string()) !=
-          kArtefacts.end()) {
+      std::find(own.begin(), own.end(), path.filename().string()) != own.end()) {
     fail("a file of the run itself");
   }
   if (fs::is_directory(path, ignored)) fail("a directory");
