@@ -27,7 +27,7 @@ def run(*command):
     return done.stdout
 
 
-def check(apps, folder, text, out, exported):
+def check(apps, text, out, exported):
     tokenizer = AutoTokenizer.from_pretrained(exported)
     model = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()
     content = pathlib.Path(text).read_text()
@@ -80,11 +80,11 @@ def main():
         "--model.layers=2", "--model.width=64", "--train.steps=60", f"--output.dir={folder}/scratch",
         *settings)
     run(args.apps / "tessera-checkpoint", "export", folder / "scratch", folder / "scratch_hf")
-    check(args.apps, folder, args.text, folder / "scratch", folder / "scratch_hf")
+    check(args.apps, args.text, folder / "scratch", folder / "scratch_hf")
     run(args.apps / "tessera-train", f"--model.from={folder}/scratch_hf", f"--data.text={args.other}",
         "--train.steps=20", "--optim.lr=1e-3", f"--output.dir={folder}/tuned", *settings)
     run(args.apps / "tessera-checkpoint", "export", folder / "tuned", folder / "tuned_hf")
-    check(args.apps, folder, args.other, folder / "tuned", folder / "tuned_hf")
+    check(args.apps, args.other, folder / "tuned", folder / "tuned_hf")
 
 
 if __name__ == "__main__":

@@ -4,18 +4,21 @@ OLD and NEW are build directories with the programs of apps/bench. Each is run i
 first in every second pair: GPT-2 124M in f32 and bf16 (tessera-bench-train: step, step / floor, memory
 by class), host time a unit and phase of 1 and 2 ranks (tessera-bench-host), bytes a parameter by
 strategy (tessera-bench-fsdp memory, once: it has no noise). Prints the medians, and of NEW / OLD the
-median over pairs with its range; "not worse" means that the range holds 1. For an idle machine.
+median over pairs with its range; WORSE where all of the range is above 1. For an idle machine.
 """
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 
 
 def lines_of(build, program, *arguments):
     """The JSON objects that a program prints, one a line."""
-    command = [f"{build}/apps/{program}", *arguments, "--json"]
+    folders = (f"{build}/apps/bench", f"{build}/apps")  # the second in builds of before there was the first
+    path = next(f"{folder}/{program}" for folder in folders if os.path.exists(f"{folder}/{program}"))
+    command = [path, *arguments, "--json"]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 

@@ -626,8 +626,8 @@ ROWS = [
 ELSEWHERE = {
     "model.ignore_keys": ("apps/model_from_test.cc",
                           "keys that are to be ignored give no warning, and hide no error"),
-    "dist.nccl_reduce": ("apps/trainer_test.cc", "the keys of NCCL reach its communicators"),
-    "dist.nccl_max_ctas": ("apps/trainer_test.cc", "the keys of NCCL reach its communicators"),
+    "dist.nccl_reduce": ("apps/trainer_test.cc", "the keys of NCCL reach the options of the Context"),
+    "dist.nccl_max_ctas": ("apps/trainer_test.cc", "the keys of NCCL reach the options of the Context"),
 }
 
 

@@ -254,7 +254,7 @@ TEST_CASE("trainer: the keys of kernels choose who computes, and only in that ru
   CHECK(gemm_backend() == GemmBackend::kAuto);
 }
 
-TEST_CASE("trainer: the keys of NCCL reach its communicators", "[trainer]") {
+TEST_CASE("trainer: the keys of NCCL reach the options of the Context", "[trainer]") {
   // Made under the Context of the run, which has them (test/simt/comm_nccl_test.cc).
   const auto nccl = [](const std::vector<std::string>& keys) {
     return load_config("", keys).runtime.backends.nccl;
