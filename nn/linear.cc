@@ -2,6 +2,8 @@
 
 #include <cmath>
 
+#include "core/autograd.h"
+#include "core/recompute.h"
 #include "kernels/matmul/matmul.h"
 
 namespace tessera::nn {
@@ -23,16 +25,34 @@ Linear::Linear(int64_t num_inputs, int64_t num_outputs, const LinearOptions& opt
   }
 }
 
+Lora& Linear::add_lora(std::vector<LoraPart> parts, const LoraOptions& options) {
+  Lora& lora =
+      lora_.emplace(this, "lora", num_inputs(), weight_.dtype(), std::move(parts), options);
+  lora.train(is_training());
+  return lora;
+}
+
+bool Linear::is_adapted() const {
+  if (!lora_ || !LoraOff::is_active()) return static_cast<bool>(lora_);
+  // Backward would run a part of it again, then maybe with adapters.
+  TESSERA_CHECK(!grad_mode() && !is_checkpointing(),
+                "LoraOff: a forward of {} that is recorded, expected NoGrad", kind());
+  return false;
+}
+
 Tensor Linear::forward(const Tensor& x) {
-  return linear(x, weight_, bias());
+  const Tensor y = linear(x, weight_, bias());
+  return is_adapted() ? lora_(y, x) : y;
 }
 
 Tensor Linear::forward(const Tensor& x, Gelu gelu) {
+  if (is_adapted()) return tessera::gelu(forward(x), gelu);
   return linear_gelu(x, weight_, bias(), gelu);
 }
 
 Tensor Linear::forward(const Tensor& x, const Tensor& residual) {
-  return linear_residual(x, weight_, bias(), residual);
+  const Tensor y = linear_residual(x, weight_, bias(), residual);
+  return is_adapted() ? lora_(y, x) : y;
 }
 
 std::string Linear::kind() const {

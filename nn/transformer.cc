@@ -99,12 +99,18 @@ void LanguageModel::set_recompute(const RecomputePolicy& policy) {
 }
 
 double LanguageModel::flops_per_token(int64_t T) {
-  int64_t numel = 0;
+  double products = 0;
+  const auto count = [&products](const Tensor& weight) {
+    const int passes = weight.requires_grad() ? 6 : 4;
+    products += passes * static_cast<double>(weight.numel());
+  };
   for (const NamedModule& entry : named_modules()) {
     if (const auto* linear = dynamic_cast<const Linear*>(entry.module)) {
-      numel += linear->weight().numel();
+      count(linear->weight());
     } else if (const auto* lm_head = dynamic_cast<const LmHead*>(entry.module)) {
-      numel += lm_head->weight().numel();
+      count(lm_head->weight());
+    } else if (auto* lora = dynamic_cast<Lora*>(entry.module)) {
+      for (const NamedParameter& p : lora->named_parameters()) count(p.parameter->tensor);
     }
   }
   const ModelShape& s = shape();
@@ -116,7 +122,7 @@ double LanguageModel::flops_per_token(int64_t T) {
     attention += 2 * inside - inside * inside / square - square;
   }
   attention *= static_cast<double>(s.num_heads * s.head_width) * (s.is_causal ? 1 : 2);
-  return 6.0 * (static_cast<double>(numel) + attention);
+  return products + 6.0 * attention;
 }
 
 void LanguageModel::check_forward(const Tensor& ids_BT, const ForwardOptions& options) const {

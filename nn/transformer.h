@@ -143,7 +143,8 @@ class LanguageModel : public Module {
   KvCache make_cache(int64_t num_rows, int64_t capacity = 0);
 
   /// Floating-point operations of one training step per token, for model FLOPs utilization:
-  ///   6 * (elements of the matrices that multiply: projections and head, no embeddings)
+  ///   6 * (elements of the matrices that multiply: projections and head, no embeddings; of frozen
+  ///        ones 4, as their gradient is left out)
   ///   + 6 * layers * heads * head_width * T
   /// A multiply-add counts 2, backward twice the forward. The second term is the two products of
   /// causal attention, of whose square only the half below the diagonal is counted, and of a layer

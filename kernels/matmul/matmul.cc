@@ -273,10 +273,16 @@ bool write_fused_gradients(Grads& g, const Matrices& dy, const Matrices& x) {
   return true;
 }
 
-/// Gradients of inputs x (0), w (1) and bias (2) for dy.
+/// What backward needs of x: nothing beside a frozen w.
+Saved save_input(const Tensor& x, const Tensor& w) {
+  return save(w.requires_grad() ? x : Tensor{});
+}
+
+/// Gradients of inputs x (0), w (1) and bias (2) for dy; x as `save_input` has it.
 void linear_backward(Grads& g, const Tensor& dy, const Tensor& x, const Tensor& w) {
   const Matrices dy_rows = as_rows(dy);
   write_gradient(g, 0, dy_rows, as_rows(w), true);
+  if (!g.wanted(1)) return write_bias_gradient(g, 2, dy_rows);
   if (current_stream().device().type == DeviceType::kCuda &&
       write_fused_gradients(g, dy_rows, as_rows(x))) {
     return;
@@ -322,9 +328,10 @@ Tensor linear(const Tensor& x, const Tensor& w, const Tensor& bias) {
   check_linear("linear", x, w, bias);
   Tensor y = empty(x.shape().with(-1, w.dim(0)), x.dtype());
   kernels::matmul(current_stream(), linear_args(as_rows(y), as_rows(x), as_rows(w), bias));
-  return record("linear", {x, w, bias}, y, [x = save(x), w = save(w)](const Tensor& dy, Grads& g) {
-    linear_backward(g, dy, x, w);
-  });
+  return record("linear", {x, w, bias}, y,
+                [x = save_input(x, w), w = save(w)](const Tensor& dy, Grads& g) {
+                  linear_backward(g, dy, x, w);
+                });
 }
 
 Tensor linear_gelu(const Tensor& x, const Tensor& w, const Tensor& bias, Gelu kind) {
@@ -337,16 +344,17 @@ Tensor linear_gelu(const Tensor& x, const Tensor& w, const Tensor& bias, Gelu ki
   args.activation = activation_of(kind);
   args.pre_activation = pre.is_defined() ? pre.raw_data() : nullptr;
   kernels::matmul(current_stream(), args);
-  return record("linear_gelu", {x, w, bias}, y,
-                [x = save(x), w = save(w), pre = save(pre), kind](const Tensor& dy, Grads& g) {
-                  const Tensor ds = empty(pre->shape(), pre->dtype());
-                  const Matrices dy_rows = as_rows(dy);
-                  kernels::activation_bwd(
-                      current_stream(), {ds.raw_data(), dy_rows.tensor.raw_data(), pre->raw_data(),
-                                         ds.dtype(), ds.dtype(), activation_of(kind), dy_rows.rows,
-                                         dy_rows.cols, dy_rows.cols, dy_rows.ld, dy_rows.cols});
-                  linear_backward(g, ds, x, w);
-                });
+  return record(
+      "linear_gelu", {x, w, bias}, y,
+      [x = save_input(x, w), w = save(w), pre = save(pre), kind](const Tensor& dy, Grads& g) {
+        const Tensor ds = empty(pre->shape(), pre->dtype());
+        const Matrices dy_rows = as_rows(dy);
+        kernels::activation_bwd(current_stream(),
+                                {ds.raw_data(), dy_rows.tensor.raw_data(), pre->raw_data(),
+                                 ds.dtype(), ds.dtype(), activation_of(kind), dy_rows.rows,
+                                 dy_rows.cols, dy_rows.cols, dy_rows.ld, dy_rows.cols});
+        linear_backward(g, ds, x, w);
+      });
 }
 
 Tensor linear_residual(const Tensor& x, const Tensor& w, const Tensor& bias,
@@ -363,7 +371,7 @@ Tensor linear_residual(const Tensor& x, const Tensor& w, const Tensor& bias,
   args.ld_residual = residual_rows.ld;
   kernels::matmul(current_stream(), args);
   return record("linear_residual", {x, w, bias, residual}, y,
-                [x = save(x), w = save(w)](const Tensor& dy, Grads& g) {
+                [x = save_input(x, w), w = save(w)](const Tensor& dy, Grads& g) {
                   linear_backward(g, dy, x, w);
                   g.add(3, dy);
                 });

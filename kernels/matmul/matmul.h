@@ -31,20 +31,20 @@ Tensor matmul(const Tensor& a, const Tensor& b);
 ///   y[..., n] = sum_k x[..., k] w[n, k] + bias[n]
 /// Shapes   x [..., K] (evenly spaced rows, else copied), w [N, K], bias [N] or undefined
 ///          -> y [..., N]
-/// Saves    x, w
+/// Saves    x, w; x not if w requires no gradient, whose product is then left out
 /// Grads    dx = dy w, dw = dy^T x, dbias = sum over rows of dy in fixed order
 /// Errors   ShapeError if w is not [N, K] or bias not [N]; DtypeError if w has not x's dtype
 ///          or bias neither x's dtype nor f32
 Tensor linear(const Tensor& x, const Tensor& w, const Tensor& bias = {});
 
 /// gelu(linear(x, w, bias)), with the same bits as the two ops.
-/// Saves    x, w and the pre-activation
+/// Saves    those of `linear` and the pre-activation
 /// Shapes, errors: as `linear`
 Tensor linear_gelu(const Tensor& x, const Tensor& w, const Tensor& bias, Gelu kind);
 
 /// residual + linear(x, w, bias) with one rounding.
 /// Shapes   residual [..., N], the shape of the result
-/// Saves    x, w
+/// Saves    those of `linear`
 /// Grads    those of `linear`; d_residual = dy
 /// Errors   as `linear`; ShapeError or DtypeError if residual has not the result's shape and dtype
 Tensor linear_residual(const Tensor& x, const Tensor& w, const Tensor& bias,

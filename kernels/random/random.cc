@@ -43,17 +43,7 @@ TESSERA_DEFINE_KERNEL(fill_uniform, FillUniform);
 
 }  // namespace kernels
 
-namespace {
-
-/// What names one mask: everything but the element.
-struct Mask {
-  PhiloxKey key;
-  double p;
-  int64_t first_row;
-};
-
-/// y = masked and scaled x, or y += it.
-void launch_dropout(const Mask& mask, const Tensor& y, bool accumulate, const Tensor& x) {
+void apply_dropout(const DropoutMask& mask, const Tensor& y, bool accumulate, const Tensor& x) {
   if (x.numel() == 0) return;
   // Rows count for the mask, so that they are not merged even where all is contiguous.
   const int64_t cols = x.num_dims() < 2 ? 1 : x.dim(-1);
@@ -73,6 +63,8 @@ void launch_dropout(const Mask& mask, const Tensor& y, bool accumulate, const Te
                                       .accumulate = accumulate});
 }
 
+namespace {
+
 void check_fill(const char* op, const Tensor& x, int64_t first_element) {
   TESSERA_CHECK_DTYPE(is_floating(x.dtype()), "{}: expected a floating dtype, got {}", op,
                       x.dtype());
@@ -83,29 +75,32 @@ void check_fill(const char* op, const Tensor& x, int64_t first_element) {
 
 }  // namespace
 
+DropoutMask draw_dropout_mask(const Tensor& x, double p) {
+  RandomState& state = random_state();
+  const uint64_t op_index = state.op_index++;
+  const PhiloxKey step_key = make_key(state.seed, state.step);
+  const int64_t samples = x.num_dims() == 0 ? 1 : x.dim(0);
+  const int64_t cols = x.num_dims() < 2 ? 1 : x.dim(-1);
+  const int64_t rows_per_sample = x.numel() == 0 ? 0 : x.numel() / cols / samples;
+  return {make_key(uint64_t{step_key.k1} << 32 | step_key.k0, op_index), p,
+          state.sample_offset * rows_per_sample};
+}
+
 Tensor dropout(const Tensor& input, double p) {
   TESSERA_CHECK(p >= 0 && p < 1, "dropout: p must be in [0, 1), got {}", p);
   TESSERA_CHECK_DTYPE(is_floating(input.dtype()), "dropout: expected a floating dtype, got {}",
                       input.dtype());
-  RandomState& state = random_state();
-  const uint64_t op_index = state.op_index++;
+  const DropoutMask mask = draw_dropout_mask(input, p);
   if (p == 0) return input;
-
-  const PhiloxKey step_key = make_key(state.seed, state.step);
-  const int64_t samples = input.num_dims() == 0 ? 1 : input.dim(0);
-  const int64_t cols = input.num_dims() < 2 ? 1 : input.dim(-1);
-  const int64_t rows_per_sample = input.numel() == 0 ? 0 : input.numel() / cols / samples;
-  const Mask mask{make_key(uint64_t{step_key.k1} << 32 | step_key.k0, op_index), p,
-                  state.sample_offset * rows_per_sample};
 
   const Tensor x = row_addressable(input);
   const Tensor y = empty(x.shape(), x.dtype());
-  launch_dropout(mask, y, false, x);
+  apply_dropout(mask, y, false, x);
   return record("dropout", {input}, y, [mask](const Tensor& dy, Grads& g) {
     if (!g.wanted(0)) return;
     kernels::Destination destination(g, 0);
     const GradDst& dx = destination.claim(is_row_addressable, dy.dtype());
-    launch_dropout(mask, dx.view, dx.accumulate, row_addressable(dy));
+    apply_dropout(mask, dx.view, dx.accumulate, row_addressable(dy));
     destination.finish();
   });
 }

@@ -19,6 +19,18 @@ namespace tessera {
 /// Errors   Error unless 0 <= p < 1; DtypeError if x is not floating
 Tensor dropout(const Tensor& x, double p);
 
+/// One mask of `dropout`: all that an element's word depends on but its row and column.
+struct DropoutMask {
+  PhiloxKey key;
+  double p = 0;
+  int64_t first_row = 0;
+};
+/// The mask that `dropout(x, p)` would take here, for ops with a dropout inside. Counts op_index up
+/// by one.
+DropoutMask draw_dropout_mask(const Tensor& x, double p);
+/// y = masked and scaled x, or y += it; of one shape, row-addressable.
+void apply_dropout(const DropoutMask& mask, const Tensor& y, bool accumulate, const Tensor& x);
+
 /// In place: element i of x becomes element first_element + i of the endless sequence of normal
 /// numbers that `key` names, times `stddev` plus `mean` (Box-Muller over Philox, up to 5.8 sigma).
 /// The sequence does not depend on how it is cut into calls.
