@@ -21,6 +21,8 @@
 #include "kernels/matmul/backend.h"
 #include "kernels/matmul/cuda/cublaslt.h"
 #include "kernels/matmul/kernel.h"
+#include "kernels/nf4/kernel.h"
+#include "kernels/nf4/nf4.h"
 #include "kernels/norm/kernel.h"
 #include "kernels/optimizer/dynamic_map.h"
 #include "kernels/optimizer/kernel.h"
@@ -115,6 +117,7 @@ class Bench {
     }
     optimizers();
     orthogonalizing();
+    nf4();
   }
 
   /// Values of an operand; none while only times are added up.
@@ -622,6 +625,29 @@ class Bench {
     apply.scaled = scaled.data<float>(), apply.values = values.data<float>();
     apply.places = places.data<int64_t>(), apply.least = 1e-30f;
     time("adafactor_apply", shape, k::adafactor_apply, apply);
+  }
+
+  /// Four-bit weights: `N` of them, and back.
+  void nf4() {
+    const int64_t num_blocks = nf4_num_blocks(s_.N);
+    const std::string shape = fmt::format("{}", s_.N);
+    const Tensor records = zeros({nf4_nbytes(s_.N)}, kU8), absmax = zeros({num_blocks}),
+                 scales = zeros({nf4_num_scales(s_.N)}), map = nf4_map();
+    auto* const bytes = static_cast<uint8_t*>(records.raw_data());
+    float* const mean = scales.data<float>();
+    for (const DType dtype : {kF32, kBF16}) {
+      dtype_ = dtype;
+      const Tensor values = random({s_.N}, dtype, 1);
+      time("nf4_quantize", shape, k::nf4_quantize,
+           {bytes, absmax.data<float>(), data(values), dtype, s_.N});
+      time("nf4_dequantize", shape, k::nf4_dequantize,
+           {data(values), bytes, mean + 1, mean, map.data<float>(), dtype, 0, s_.N});
+    }
+    dtype_ = kF32;
+    time("nf4_mean", shape, k::nf4_mean, {mean, absmax.data<float>(), num_blocks});
+    time("nf4_compress", shape, k::nf4_compress,
+         {bytes, mean + 1, absmax.data<float>(), mean, map.data<float>(), num_blocks, 0,
+          num_blocks});
   }
 
   /// What the Newton-Schulz steps of Muon have beside GEMMs.
