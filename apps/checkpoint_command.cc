@@ -17,10 +17,10 @@
 #include "core/log.h"
 #include "core/runtime/allocator.h"
 #include "core/text.h"
-#include "dist/checkpoint/export.h"
 #include "dist/checkpoint/export_dir.h"
 #include "dist/checkpoint/huggingface.h"
 #include "dist/checkpoint/reader.h"
+#include "dist/checkpoint/reshard.h"
 
 namespace tessera::apps {
 namespace {
@@ -52,21 +52,22 @@ void print_run(const std::string& path, std::FILE* out) {
 
 void inspect_model(const ModelState& state, std::FILE* out) {
   print_line(out, "{}", state.path());
-  print_line(out, "step {}, parameters only", state.step());
-  print_line(out, "{} tensors:", state.names().size());
-  for (const std::string& name : state.names()) {
-    print_line(out, "  {}  f32 {}", shorten(name), state.shape_of(name));
+  const std::vector<std::string> names = state.parameters->names();
+  print_line(out, "step {}, parameters only", state.step);
+  print_line(out, "{} tensors:", names.size());
+  for (const std::string& name : names) {
+    print_line(out, "  {}  f32 {}", shorten(name), state.parameters->shape_of(name));
   }
 }
 
 void inspect(const std::string& path, std::FILE* out) {
   print_run(path, out);
   const std::string newest = newest_checkpoint(path);
-  if (newest.empty()) return inspect_model(*open_model(path), out);
+  if (newest.empty()) return inspect_model(open_model(path), out);
   const dist::CheckpointReader reader(newest);
   const dist::Manifest& m = reader.manifest();
   const dist::Progress& p = m.progress;
-  print_line(out, "{}", reader.dir());
+  print_line(out, "{}", reader.path());
   print_line(out, "run {}, written by {} ranks of version {}", shorten(m.run), m.world_size,
              shorten(m.project_version));
   print_line(out,
@@ -198,12 +199,12 @@ void export_hf(const ModelState& state, const std::string& target, const ExportO
   std::unique_ptr<nn::LanguageModel> model;
   {
     const nn::DeferredInit deferred;
-    model = make_model(config.model, vocab_size_of(config, state.home()));
+    model = make_model(config.model, vocab_size_of(config, state.home));
   }
   dist::HfWriteOptions hf = options.hf;
   hf.token_ids = {parse_ids(config.model.bos_ids), parse_ids(config.model.eos_ids),
                   parse_ids(config.model.pad_ids)};
-  const std::string tokenizer = state.home() + "/tokenizer.json";
+  const std::string tokenizer = state.home + "/tokenizer.json";
   std::error_code ignored;
   const bool has_tokenizer = fs::exists(tokenizer, ignored);
   if (has_tokenizer) hf.files = text::load_tokenizer(tokenizer)->hf_files();
@@ -217,40 +218,25 @@ void export_hf(const ModelState& state, const std::string& target, const ExportO
              !(hf.token_ids.bos.empty() && hf.token_ids.eos.empty() && hf.token_ids.pad.empty())) {
     // That of the tokenizer's directory, with the ids that config.json gets.
     g->second = nn::hf_generation_json(hf.token_ids, /*changes_ids=*/true,
-                                       state.home() + "/" + g->first, g->second);
+                                       state.home + "/" + g->first, g->second);
   }
-  if (has_tokenizer) add_chat_template(state.home(), hf.files);
+  if (has_tokenizer) add_chat_template(state.home, hf.files);
   dist::HfWriter writer(target, nn::hf_config_of(*model), hf);
-  std::vector<float> values;
-  for (const std::string& name : state.names()) {
-    values.resize(static_cast<size_t>(state.shape_of(name).numel()));
-    state.read(name, values);
-    writer.write(name, values.data(), static_cast<int64_t>(values.size()));
-  }
-  writer.finish();
+  copy_parameters(*state.parameters, writer);
 }
 
 /// For `tessera-generate`.
 void export_tessera(const ModelState& state, const std::string& target) {
   dist::ExportDirectory place(target);
-  std::vector<SafetensorsEntry> entries;
-  for (const std::string& name : state.names())
-    entries.push_back({name, kF32, state.shape_of(name)});
-  SafetensorsWriter writer(place.path() + "/model.safetensors", std::move(entries),
-                           {{"format", "tessera"}, {"step", std::to_string(state.step())}});
-  std::vector<float> values;
-  for (const std::string& name : state.names()) {
-    values.resize(static_cast<size_t>(state.shape_of(name).numel()));
-    state.read(name, values);
-    writer.write(name, values.data(), static_cast<int64_t>(values.size() * sizeof(float)));
-  }
-  writer.finish();
-  if (!state.config().empty()) write_durably(place.path() + "/config.toml", state.config());
-  const std::string tokenizer = state.home() + "/tokenizer.json";
+  SafetensorsWriter writer(place.path() + "/model.safetensors", f32_entries(*state.parameters),
+                           {{"format", "tessera"}, {"step", std::to_string(state.step)}});
+  copy_parameters(*state.parameters, writer);
+  if (!state.config.empty()) write_durably(place.path() + "/config.toml", state.config);
+  const std::string tokenizer = state.home + "/tokenizer.json";
   std::error_code ignored;
   if (fs::exists(tokenizer, ignored)) {
     std::map<std::string, std::string> files = text::load_tokenizer(tokenizer)->files();
-    add_chat_template(state.home(), files);
+    add_chat_template(state.home, files);
     for (const auto& [name, content] : files) write_durably(place.path() + "/" + name, content);
   }
   place.commit();
@@ -259,14 +245,14 @@ void export_tessera(const ModelState& state, const std::string& target) {
 void export_model(const std::string& path, const std::string& target, const ExportOptions& options,
                   std::FILE* out) {
   print_run(path, out);
-  const std::unique_ptr<ModelState> state = open_model(path);
+  const ModelState state = open_model(path);
   check_export_target(target);
   if (options.format == "hf") {
-    export_hf(*state, target, options);
+    export_hf(state, target, options);
   } else {
-    export_tessera(*state, target);
+    export_tessera(state, target);
   }
-  print_line(out, "{}: parameters of step {}, from {}", target, state->step(), state->path());
+  print_line(out, "{}: parameters of step {}, from {}", target, state.step, state.path());
 }
 
 void reshard(const std::string& path, const std::string& target, int64_t num_ranks,

@@ -63,7 +63,7 @@ std::optional<DType> stored_param_dtype(const Config& config, dist::World& world
       if (!from.empty()) {
         const dist::CheckpointReader reader(dist::resolve_checkpoint(from));
         const std::string& text = reader.manifest().progress.config;
-        dtype = parse_config(text, reader.dir() + ": config").precision.param_dtype;
+        dtype = parse_config(text, reader.path() + ": config").precision.param_dtype;
       }
     } catch (const Error&) {
       dtype.reset();
@@ -114,10 +114,10 @@ std::optional<dist::Progress> Checkpointing::start(const dist::TrainingState& st
     });
     progress = reader.manifest().progress;
     if (adopts_run_) run_ = reader.manifest().run;  // it is that run from here on
-    resumed_from_ = reader.dir();
+    resumed_from_ = reader.path();
     resumed_content_ = progress->data_content;
     if (world_.rank() == 0) {
-      print_(fmt::format("resumed from {} ({} ranks wrote it)", reader.dir(),
+      print_(fmt::format("resumed from {} ({} ranks wrote it)", reader.path(),
                          reader.manifest().world_size));
       print_changes(reader);
     }
@@ -127,7 +127,7 @@ std::optional<dist::Progress> Checkpointing::start(const dist::TrainingState& st
                        before.empty() ? "" : " (the run there " + before + ")"));
   }
   last_step_ =
-      progress && chosen.reader->dir() == dir_ + "/" + dist::step_directory_name(progress->step)
+      progress && chosen.reader->path() == dir_ + "/" + dist::step_directory_name(progress->step)
           ? progress->step
           : -1;
   last_sample_ = progress ? progress->next_sample : -1;
@@ -184,7 +184,7 @@ void Checkpointing::check_identity(const dist::CheckpointReader& reader,
           p.samples_per_step, identity.samples_per_step);
   compare("training data", p.data_id, identity.data_id);
   try {
-    const Config there = parse_config(p.config, reader.dir() + ": config");
+    const Config there = parse_config(p.config, reader.path() + ": config");
     for (std::string& change : compare_for_resume(there, config_, p.step).refused) {
       changes.push_back(std::move(change));
     }
@@ -192,7 +192,7 @@ void Checkpointing::check_identity(const dist::CheckpointReader& reader,
     changes.push_back(fmt::format("its configuration cannot be read ({})", error.what()));
   }
   if (changes.empty()) return;
-  throw ConfigError(fmt::format("{}: {}; expected the same, or --resume.override", reader.dir(),
+  throw ConfigError(fmt::format("{}: {}; expected the same, or --resume.override", reader.path(),
                                 join_few(changes, "; ")));
 }
 
@@ -212,7 +212,7 @@ void Checkpointing::check_content(const std::string& data_content) const {
 void Checkpointing::print_changes(const dist::CheckpointReader& reader) const {
   const dist::Progress& p = reader.manifest().progress;
   try {
-    const Config there = parse_config(p.config, reader.dir() + ": config");
+    const Config there = parse_config(p.config, reader.path() + ": config");
     const ResumeChanges changes = compare_for_resume(there, config_, p.step);
     for (const std::string& change : changes.refused) print_("resume, overridden: " + change);
     for (const std::string& change : changes.told) print_("resume: " + change);

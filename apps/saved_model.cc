@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <charconv>
-#include <cstring>
 #include <filesystem>
 
 #include "apps/options.h"
@@ -10,29 +9,23 @@
 #include "core/autograd.h"
 #include "core/files.h"
 #include "core/formats/safetensors.h"
+#include "core/text.h"
 #include "dist/checkpoint/reader.h"
-#include "dist/checkpoint/stream_full.h"
+#include "dist/checkpoint/save_parameters.h"
 
 namespace tessera::apps {
 
 void save_model(const std::string& path, nn::Module& model, dist::Fsdp& fsdp, dist::World& world,
                 int64_t step) {
-  std::unique_ptr<SafetensorsWriter> writer;
-  dist::FullSink sink;
-  sink.begin = [&] {
+  dist::save_parameters(fsdp, world, [&] {
     std::vector<SafetensorsEntry> entries;
     for (const nn::NamedParameter& p : model.named_parameters()) {
       entries.push_back({p.name, kF32, p.parameter->tensor.shape()});
     }
-    writer = std::make_unique<SafetensorsWriter>(
+    return std::make_unique<SafetensorsWriter>(
         path, std::move(entries),
         std::map<std::string, std::string>{{"format", "tessera"}, {"step", std::to_string(step)}});
-  };
-  sink.write = [&](const std::string& name, const float* values, int64_t numel) {
-    writer->write(name, values, numel * static_cast<int64_t>(sizeof(float)));
-  };
-  sink.finish = [&] { writer->finish(); };
-  dist::stream_full(fsdp, world, sink);
+  });
 }
 
 namespace {
@@ -59,69 +52,25 @@ bool has_model(const std::string& dir) {
   return fs::exists(dir + kModelFile, ignored) && fs::exists(dir + "/config.toml", ignored);
 }
 
-class FileState final : public ModelState {
- public:
-  explicit FileState(const std::string& dir) : file_(dir + kModelFile) {
-    path_ = dir + kModelFile;
-    home_ = dir;
-    config_ = read_regular_file(dir + "/config.toml", kMaxConfigNbytes);
-    step_ = step_of(file_, dir);
+ModelState open_file(const std::string& dir) {
+  auto file = std::make_unique<SafetensorsFile>(dir + kModelFile);
+  for (const SafetensorsEntry& entry : file->entries()) {
+    if (entry.dtype == kF32) continue;
+    throw InputError(fmt::format("{}: tensor {} is {} {}, expected f32", file->path(),
+                                 shorten(entry.name), entry.dtype, entry.shape));
   }
-  std::vector<std::string> names() const override {
-    std::vector<std::string> names;
-    for (const SafetensorsEntry& entry : file_.entries()) names.push_back(entry.name);
-    return names;
-  }
-  Shape shape_of(const std::string& name) const override {
-    const SafetensorsEntry& entry = file_.find(name);
-    if (entry.dtype == kF32) return entry.shape;
-    throw InputError(
-        fmt::format("{}: tensor {} is {} {}, expected f32", path_, name, entry.dtype, entry.shape));
-  }
-  void read(const std::string& name, std::vector<float>& values) const override {
-    std::memcpy(values.data(), file_.data(file_.find(name)), values.size() * sizeof(float));
-    file_.check();
-  }
+  const int64_t step = step_of(*file, dir);
+  return {std::move(file), step, dir, read_regular_file(dir + "/config.toml", kMaxConfigNbytes)};
+}
 
- private:
-  SafetensorsFile file_;
-};
-
-constexpr std::string_view kParameters = "parameters/";
-
-class CheckpointState final : public ModelState {
- public:
-  explicit CheckpointState(const std::string& dir) : reader_(dir) {
-    path_ = reader_.dir();
-    home_ = fs::path(path_).parent_path().string();
-    if (home_.empty()) home_ = ".";
-    config_ = reader_.manifest().progress.config;
-    step_ = reader_.manifest().progress.step;
-    reader_.check_sizes();
-    reader_.check_files();
-  }
-  std::vector<std::string> names() const override {
-    std::vector<std::string> names;
-    for (const dist::TensorRecord& t : reader_.manifest().tensors) {
-      if (t.name.starts_with(kParameters)) names.push_back(t.name.substr(kParameters.size()));
-    }
-    return names;
-  }
-  Shape shape_of(const std::string& name) const override {
-    const dist::TensorRecord* tensor = reader_.manifest().find(std::string(kParameters) + name);
-    if (tensor == nullptr) {
-      throw InputError(fmt::format("{}: no tensor {}, expected it", path(), name));
-    }
-    return tensor->shape;
-  }
-  void read(const std::string& name, std::vector<float>& values) const override {
-    reader_.read_f32(std::string(kParameters) + name, 0, static_cast<int64_t>(values.size()),
-                     values.data());
-  }
-
- private:
-  dist::CheckpointReader reader_;
-};
+ModelState open_checkpoint(const std::string& dir) {
+  auto reader = std::make_unique<dist::CheckpointReader>(dir);
+  reader->check_sizes();
+  reader->check_files();
+  const dist::Progress progress = reader->manifest().progress;
+  const std::string home = fs::path(dir).parent_path().string();
+  return {std::move(reader), progress.step, home.empty() ? "." : home, progress.config};
+}
 
 /// The newest of each kind that a path means; -1: none.
 struct States {
@@ -170,14 +119,14 @@ int64_t model_step(const std::string& dir) {
 }
 
 Config ModelState::parse() const {
-  if (config_.empty()) {
+  if (config.empty()) {
     throw CheckpointError(
         fmt::format("{}: no configuration in it (it is of a model of one's own), expected that of "
                     "tessera-train; export takes --format=tessera",
-                    path_));
+                    path()));
   }
-  const bool is_file = path_.ends_with(kModelFile);
-  return parse_config(config_, is_file ? home_ + "/config.toml" : path_ + ": config");
+  const bool is_file = path().ends_with(kModelFile);
+  return parse_config(config, is_file ? home + "/config.toml" : path() + ": config");
 }
 
 std::string newest_checkpoint(const std::string& path) {
@@ -185,12 +134,12 @@ std::string newest_checkpoint(const std::string& path) {
   return found.checkpoint_step >= found.model_step ? found.checkpoint : "";
 }
 
-std::unique_ptr<ModelState> open_model(const std::string& path) {
+ModelState open_model(const std::string& path) {
   const States found = find_states(path);
   if (found.model_step >= 0 && found.model_step >= found.checkpoint_step) {
-    return std::make_unique<FileState>(found.dir);
+    return open_file(found.dir);
   }
-  if (!found.checkpoint.empty()) return std::make_unique<CheckpointState>(found.checkpoint);
+  if (!found.checkpoint.empty()) return open_checkpoint(found.checkpoint);
   const std::string run = describe_run(found.dir);
   throw CheckpointError(fmt::format(
       "{}: no complete checkpoint, and no model.safetensors with a config.toml{}, expected the "
@@ -213,7 +162,7 @@ namespace {
 
 /// Before the model that a configuration describes takes any memory, or time beyond what is stored.
 void check_shapes(const ModelState& state, const ModelConfig& config, int64_t vocab_size) {
-  const auto num_tensors = static_cast<int64_t>(state.names().size());
+  const auto num_tensors = static_cast<int64_t>(state.parameters->names().size());
   if (config.selected().num_layers() > num_tensors) {
     throw InputError(fmt::format("{}: {} tensors, expected those of model.layers = {}",
                                  state.path(), num_tensors, config.selected().num_layers()));
@@ -222,7 +171,7 @@ void check_shapes(const ModelState& state, const ModelConfig& config, int64_t vo
   const std::unique_ptr<nn::LanguageModel> model = make_model(config, vocab_size);
   const auto parameters = model->named_parameters();
   for (const nn::NamedParameter& p : parameters) {
-    const Shape shape = state.shape_of(p.name), &expected = p.parameter->tensor.shape();
+    const Shape shape = state.parameters->shape_of(p.name), &expected = p.parameter->tensor.shape();
     if (shape != expected) {
       throw InputError(
           fmt::format("{}: tensor {} is {}, expected {}", state.path(), p.name, shape, expected));
@@ -237,22 +186,22 @@ void check_shapes(const ModelState& state, const ModelConfig& config, int64_t vo
 }  // namespace
 
 SavedModel load_model(const std::string& path) {
-  const std::unique_ptr<ModelState> state = open_model(path);
+  const ModelState state = open_model(path);
   SavedModel saved;
-  saved.config = state->parse();
-  saved.path = state->path();
-  saved.home = state->home();
-  saved.step = state->step();
-  if (fs::exists(state->home() + "/tokenizer.json")) {
-    saved.tokenizer = text::load_tokenizer(state->home() + "/tokenizer.json");
+  saved.config = state.parse();
+  saved.path = state.path();
+  saved.home = state.home;
+  saved.step = state.step;
+  if (fs::exists(state.home + "/tokenizer.json")) {
+    saved.tokenizer = text::load_tokenizer(state.home + "/tokenizer.json");
   }
-  const int64_t vocab_size = vocab_size_of(saved.config, state->home());
-  check_shapes(*state, saved.config.model, vocab_size);
+  const int64_t vocab_size = vocab_size_of(saved.config, state.home);
+  check_shapes(state, saved.config.model, vocab_size);
   saved.model = make_model(saved.config.model, vocab_size);
   for (const nn::NamedParameter& p : saved.model->named_parameters()) {
     Tensor& tensor = p.parameter->tensor;
     std::vector<float> values(static_cast<size_t>(tensor.numel()));
-    state->read(p.name, values);
+    state.parameters->read(p.name, 0, tensor.numel(), values.data());
     NoGrad no_grad;
     tensor.copy_(from_values(std::span<const float>(values), tensor.shape()));
   }

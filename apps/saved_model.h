@@ -6,6 +6,7 @@
 
 #include "apps/config.h"
 #include "apps/text/tokenizer.h"
+#include "core/formats/parameters.h"
 #include "dist/comm/world.h"
 #include "dist/fsdp/fully_shard.h"
 #include "nn/transformer.h"
@@ -22,34 +23,24 @@ void save_model(const std::string& path, nn::Module& model, dist::Fsdp& fsdp, di
 /// without one, 0 if nothing says it.
 int64_t model_step(const std::string& dir);
 
-/// The f32 parameters of a state of a run, read one by one: of a checkpoint, or of the model that
-/// the run saved at its end.
-class ModelState {
- public:
-  virtual ~ModelState() = default;
+/// The parameters of a state of a run, and what they are: of a checkpoint, or of the model that the
+/// run saved at its end.
+struct ModelState {
+  std::unique_ptr<ParameterSource> parameters;
+  int64_t step = 0;
+  std::string home;    ///< where the tokenizer is
+  std::string config;  ///< TOML; empty: a model of one's own
 
-  const std::string& path() const { return path_; }  ///< a checkpoint, or the model's file
-  int64_t step() const { return step_; }
-  const std::string& home() const { return home_; }      ///< where the tokenizer is
-  const std::string& config() const { return config_; }  ///< TOML; empty: a model of one's own
+  const std::string& path() const { return parameters->path(); }  ///< checkpoint or model's file
   /// Of `config`. CheckpointError if there is none.
   Config parse() const;
-
-  virtual std::vector<std::string> names() const = 0;
-  /// InputError if there is no such tensor, or it is not f32.
-  virtual Shape shape_of(const std::string& name) const = 0;
-  virtual void read(const std::string& name, std::vector<float>& values) const = 0;
-
- protected:
-  std::string path_, home_, config_;
-  int64_t step_ = 0;
 };
 
 /// What `path` means: a checkpoint, or the newest state (by its step) of a run's directory, whose
 /// checkpoints may be in its `checkpoint.dir`; DIR/latest is the same as DIR. Of the same step, the
 /// model. Hashes of a checkpoint are checked. CheckpointError if there is none or it is damaged;
 /// InputError for the model's file.
-std::unique_ptr<ModelState> open_model(const std::string& path);
+ModelState open_model(const std::string& path);
 
 /// The newest checkpoint that `path` means; empty if there is none, or the model that the run saved
 /// at its end is newer.

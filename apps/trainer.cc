@@ -206,7 +206,8 @@ void Trainer::initialize_parameters() {
   fsdp_->initialize(static_cast<uint64_t>(config_.train.seed));
   if (config_.model.from.empty()) return;
   world_.control().verdict([&] {
-    dist::load_hf(dist::HfReader(config_.model.from, ignored_keys(config_.model)), *fsdp_, *model_);
+    const dist::HfReader reader(config_.model.from, ignored_keys(config_.model));
+    dist::load_parameters(reader, *fsdp_, *model_);
   });
 }
 

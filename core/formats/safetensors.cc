@@ -273,6 +273,35 @@ const void* SafetensorsFile::data(const SafetensorsEntry& entry) const {
   return file_->data() + offsets_[static_cast<size_t>(&entry - entries_.data())];
 }
 
+std::vector<std::string> SafetensorsFile::names() const {
+  std::vector<std::string> names;
+  for (const SafetensorsEntry& entry : entries_) names.push_back(entry.name);
+  return names;
+}
+
+Shape SafetensorsFile::shape_of(std::string_view name) const {
+  const SafetensorsEntry& entry = find(name);
+  if (entry.dtype == kF32 || entry.dtype == kBF16 || entry.dtype == kF16) return entry.shape;
+  fail_input(path(), "tensor {} is {} {}, expected f32, bf16 or f16", shorten(name), entry.dtype,
+             entry.shape);
+}
+
+void SafetensorsFile::do_read(std::string_view name, int64_t begin, int64_t end, float* dst) const {
+  const SafetensorsEntry& entry = find(name);
+  const char* first = static_cast<const char*>(data(entry)) + begin * entry.dtype.nbytes_each();
+  load_floats(dst, first, *entry.dtype.ours(), end - begin);
+  check();
+}
+
+std::vector<SafetensorsEntry> f32_entries(const ParameterSource& source) {
+  std::vector<SafetensorsEntry> entries;
+  for (std::string& name : source.names()) {
+    const Shape shape = source.shape_of(name);
+    entries.push_back({std::move(name), kF32, shape});
+  }
+  return entries;
+}
+
 std::string safetensors_header(std::span<const SafetensorsEntry> entries,
                                const std::map<std::string, std::string>& metadata,
                                size_t alignment) {
@@ -328,14 +357,27 @@ SafetensorsWriter::~SafetensorsWriter() {
   ::unlink((path_ + ".tmp").c_str());
 }
 
-void SafetensorsWriter::write(std::string_view name, const void* data, int64_t nbytes) {
+size_t SafetensorsWriter::index_of(std::string_view name) const {
   const auto found = by_name_.find(std::string(name));
   TESSERA_CHECK(found != by_name_.end(), "safetensors: no tensor {} among {}", name,
                 entries_.size());
-  const SafetensorsEntry& entry = entries_[found->second];
+  return found->second;
+}
+
+void SafetensorsWriter::write(std::string_view name, const Shape& shape, const float* values) {
+  const SafetensorsEntry& entry = entries_[index_of(name)];
+  TESSERA_CHECK(entry.dtype == kF32 && entry.shape == shape,
+                "safetensors: tensor {} of f32 {}, expected {} {}", name, shape, entry.dtype,
+                entry.shape);
+  write(name, values, entry.nbytes());
+}
+
+void SafetensorsWriter::write(std::string_view name, const void* data, int64_t nbytes) {
+  const size_t index = index_of(name);
+  const SafetensorsEntry& entry = entries_[index];
   TESSERA_CHECK(entry.nbytes() == nbytes, "safetensors: tensor {} of {} bytes, expected {}", name,
                 nbytes, entry.nbytes());
-  int64_t& offset = offsets_[found->second];
+  int64_t& offset = offsets_[index];
   TESSERA_CHECK(offset >= 0, "safetensors: tensor {} written twice", name);
   write_bytes(offset, data, nbytes);
   offset = -1;

@@ -12,6 +12,7 @@
 
 #include "core/dtype.h"
 #include "core/files.h"
+#include "core/formats/parameters.h"
 #include "core/shape.h"
 
 // The safetensors format: 8 bytes of header length (little endian), a JSON header
@@ -52,7 +53,8 @@ std::optional<DType> dtype_from_safetensors(std::string_view name);
 /// A file open for reading, memory-mapped. It trusts nothing: the constructor checks the header's
 /// size, JSON (UTF-8, depth, keys given twice), dtypes, shapes, offsets against sizes, overlaps and
 /// gaps, and the file's size. InputError that names file, tensor, and what was found and expected.
-class SafetensorsFile {
+/// As a source it has the tensors in f32, bf16 and f16.
+class SafetensorsFile final : public ParameterSource {
  public:
   explicit SafetensorsFile(const std::string& path);
   explicit SafetensorsFile(std::unique_ptr<MappedFile> file);
@@ -63,13 +65,18 @@ class SafetensorsFile {
   const SafetensorsEntry& find(std::string_view name) const;
   /// The bytes of `entry`, which is one of `entries()`; not aligned. They count after `check()`.
   const void* data(const SafetensorsEntry& entry) const;
-  const std::string& path() const { return file_->path(); }
+  const std::string& path() const override { return file_->path(); }
   /// All bytes.
   std::string_view text() const { return file_->text(); }
   /// MappedFile::check: the bytes that were read are those of the file. InputError.
   void check() const { file_->check(); }
 
+  std::vector<std::string> names() const override;
+  Shape shape_of(std::string_view name) const override;
+
  private:
+  void do_read(std::string_view name, int64_t begin, int64_t end, float* dst) const override;
+
   std::unique_ptr<MappedFile> file_;
   std::vector<SafetensorsEntry> entries_;
   std::vector<int64_t> offsets_;  // of the bytes of each entry in the file
@@ -86,24 +93,29 @@ std::string safetensors_header(std::span<const SafetensorsEntry> entries,
                                const std::map<std::string, std::string>& metadata = {},
                                size_t alignment = 8);
 
+/// The tensors of a file that takes all parameters of `source`, in f32.
+std::vector<SafetensorsEntry> f32_entries(const ParameterSource& source);
+
 /// Writes a file tensor by tensor, so that no more than one needs to be in memory. It is made under
 /// `path`.tmp and gets its name by `finish`; without that nothing is left. IoError with the
-/// system's reason.
-class SafetensorsWriter {
+/// system's reason. As a sink it takes the tensors in f32.
+class SafetensorsWriter final : public ParameterSink {
  public:
   /// The file's tensors, in its order.
   SafetensorsWriter(const std::string& path, std::vector<SafetensorsEntry> entries,
                     const std::map<std::string, std::string>& metadata = {});
-  ~SafetensorsWriter();
+  ~SafetensorsWriter() override;
   SafetensorsWriter(const SafetensorsWriter&) = delete;
   SafetensorsWriter& operator=(const SafetensorsWriter&) = delete;
 
   /// The whole of one entry, in any order. Error for an unknown name or another size.
   void write(std::string_view name, const void* data, int64_t nbytes);
+  void write(std::string_view name, const Shape& shape, const float* values) override;
   /// Flushes to the disk and renames. Error if a tensor was not written.
-  void finish();
+  void finish() override;
 
  private:
+  size_t index_of(std::string_view name) const;
   void write_bytes(int64_t offset, const void* data, int64_t nbytes);
   [[noreturn]] void fail(std::string_view what) const;
 

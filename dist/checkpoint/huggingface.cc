@@ -8,8 +8,6 @@
 
 #include "core/formats/durable_file.h"
 #include "core/text.h"
-#include "dist/checkpoint/state.h"
-#include "dist/checkpoint/stream_full.h"
 
 namespace tessera::dist {
 namespace {
@@ -17,23 +15,6 @@ namespace {
 using nlohmann::json;
 
 constexpr int64_t kMaxConfigNbytes = int64_t{16} << 20;
-
-template <class T>
-float load_as_float(const char* src) {
-  T value;
-  std::memcpy(&value, src, sizeof(T));
-  return static_cast<float>(value);
-}
-
-/// dst[i] = element i * stride of `src`, which need not be aligned.
-void convert(float* dst, const void* src, DType dtype, int64_t count, int64_t stride) {
-  visit_float(dtype, "huggingface", [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    const char* from = static_cast<const char*>(src);
-    const int64_t step = stride * static_cast<int64_t>(sizeof(T));
-    for (int64_t i = 0; i < count; ++i) dst[i] = load_as_float<T>(from + i * step);
-  });
-}
 
 void check_finite(const HfFiles::Place& place, const float* values, int64_t count) {
   const float* const end = values + count;
@@ -152,19 +133,20 @@ void HfReader::check_tensors() {
                                lacks_head ? " (tie_word_embeddings: true has none)" : ""));
 }
 
+std::vector<std::string> HfReader::names() const {
+  std::vector<std::string> names;
+  for (const nn::HfParameter& p : parameters_) names.push_back(p.name);
+  return names;
+}
+
 Shape HfReader::shape_of(std::string_view name) const {
   const auto found = by_name_.find(std::string(name));
   TESSERA_CHECK_AS(InputError, found != by_name_.end(), "{}: has no parameter {}", dir_, name);
   return found->second->shape;
 }
 
-void HfReader::read(std::string_view name, int64_t begin, int64_t end, float* dst) const {
-  const auto found = by_name_.find(std::string(name));
-  TESSERA_CHECK(found != by_name_.end(), "huggingface: the model has no parameter {}", name);
-  const nn::HfParameter& p = *found->second;
-  TESSERA_CHECK(0 <= begin && begin <= end && end <= p.shape.numel(),
-                "huggingface: elements [{}, {}) of {}, expected some of {}", begin, end, name,
-                p.shape.numel());
+void HfReader::do_read(std::string_view name, int64_t begin, int64_t end, float* dst) const {
+  const nn::HfParameter& p = *by_name_.at(std::string(name));
   const int64_t cols = p.cols();
   for (const nn::HfTensor& source : p.sources) {
     const HfFiles::Place& place = files_->tensors().find(source.name)->second;
@@ -178,8 +160,8 @@ void HfReader::read(std::string_view name, int64_t begin, int64_t end, float* ds
       const int64_t last = std::min(end, (run.row + run.num_rows) * cols);
       if (first >= last) continue;
       if (!source.is_transposed) {
-        convert(dst + (first - begin), at(run.hf_row * cols + first - run.row * cols), dtype,
-                last - first, 1);
+        load_floats(dst + (first - begin), at(run.hf_row * cols + first - run.row * cols), dtype,
+                    last - first);
         check_finite(place, dst + (first - begin), last - first);
         continue;
       }
@@ -188,37 +170,14 @@ void HfReader::read(std::string_view name, int64_t begin, int64_t end, float* ds
       for (int64_t i = first; i < last;) {
         const int64_t row = i / cols, col = i % cols;
         const int64_t count = std::min(last - i, cols - col);
-        convert(dst + (i - begin), at(col * num_rows + run.hf_row + row - run.row), dtype, count,
-                num_rows);
+        load_floats(dst + (i - begin), at(col * num_rows + run.hf_row + row - run.row), dtype,
+                    count, num_rows);
         i += count;
       }
       check_finite(place, dst + (first - begin), last - first);
     }
     place.file->check();
   }
-}
-
-void load_hf(const HfReader& reader, Fsdp& fsdp, nn::Module& model) {
-  constexpr std::string_view kPrefix = "parameters/";
-  for (const nn::NamedParameter& p : model.named_parameters()) {
-    const Shape& shape = p.parameter->tensor.shape();
-    const Shape found = reader.shape_of(p.name);
-    // Fewer positions than the file has are its first ones.
-    const bool fits = shape == found ||
-                      (p.name == "position.weight" && shape[1] == found[1] && shape[0] < found[0]);
-    TESSERA_CHECK_AS(InputError, fits, "{}: {} is {}, expected {} of the model", reader.dir(),
-                     p.name, found, shape);
-  }
-  TrainingState state;
-  state.model = &model;
-  state.fsdp = &fsdp;
-  const auto dtype = [](const Slice&) { return kF32; };
-  const auto read = [&](const Slice& s, int64_t begin, int64_t end, void* dst) {
-    reader.read(std::string_view(s.tensor).substr(kPrefix.size()), begin, end,
-                static_cast<float*>(dst));
-  };
-  load_slices(held_slices(state), {dtype, read});
-  fsdp.shards_changed();
 }
 
 HfWriter::HfWriter(const std::string& dir, const nn::FamilyConfig& config,
@@ -256,12 +215,13 @@ HfWriter::HfWriter(const std::string& dir, const nn::FamilyConfig& config,
 
 HfWriter::~HfWriter() = default;
 
-void HfWriter::write(std::string_view name, const float* values, int64_t numel) {
+void HfWriter::write(std::string_view name, const Shape& shape, const float* values) {
   const auto found = by_name_.find(std::string(name));
   TESSERA_CHECK(found != by_name_.end(), "export: the model has no parameter {}", name);
   const nn::HfParameter* const p = &parameters_[found->second];
-  TESSERA_CHECK_EQ(numel, p->shape.numel(), "export: elements of {}", name);
-  check_range(name, values, numel, options_.dtype);
+  TESSERA_CHECK(shape == p->shape, "export: {} is {}, expected {} of the model", name, shape,
+                p->shape);
+  check_range(name, values, shape.numel(), options_.dtype);
   for (const nn::HfTensor& t : p->sources) {
     const std::vector<std::byte> bytes = make_tensor(t, values, p->cols(), options_.dtype);
     writers_[file_of_.at(t.name)]->write(t.name, bytes.data(), static_cast<int64_t>(bytes.size()));
@@ -288,20 +248,6 @@ void HfWriter::finish() {
   for (const auto& [name, text] : options_.files) texts[name] = text;
   for (const auto& [name, text] : texts) write_durably(place_->path() + "/" + name, text);
   place_->commit();
-}
-
-void export_hf(const std::string& dir, nn::LanguageModel& model, Fsdp& fsdp, World& world,
-               const HfWriteOptions& options) {
-  std::unique_ptr<HfWriter> writer;
-  world.control().verdict([&] {
-    if (world.rank() == 0)
-      writer = std::make_unique<HfWriter>(dir, nn::hf_config_of(model), options);
-  });
-  stream_full(fsdp, world,
-              {.begin = [] {},
-               .write = [&](const std::string& name, const float* values,
-                            int64_t numel) { writer->write(name, values, numel); },
-               .finish = [&] { writer->finish(); }});
 }
 
 }  // namespace tessera::dist

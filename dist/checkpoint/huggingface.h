@@ -7,10 +7,10 @@
 #include <unordered_map>
 #include <vector>
 
+#include "core/formats/parameters.h"
 #include "core/formats/safetensors.h"
 #include "dist/checkpoint/export_dir.h"
 #include "dist/checkpoint/hf_files.h"
-#include "dist/fsdp/fully_shard.h"
 #include "nn/hf/config.h"
 
 // Models in the form of Hugging Face's transformers: a directory with config.json and
@@ -33,22 +33,21 @@ HfModel read_hf_model(const std::string& dir, const std::vector<std::string>& ig
 /// tensors, and that names, shapes and dtypes (f32, bf16, f16) of all tensors are those of the
 /// model. InputError names the file and a few of the tensors that are missing, unexpected or of
 /// another shape, with their number.
-class HfReader {
+class HfReader final : public ParameterSource {
  public:
   explicit HfReader(const std::string& dir, const std::vector<std::string>& ignored_keys = {});
 
-  const std::string& dir() const { return dir_; }
+  const std::string& path() const override { return dir_; }
   const nn::FamilyConfig& config() const { return config_; }
   const nn::HfTokenIds& token_ids() const { return token_ids_; }
   const std::vector<nn::HfParameter>& parameters() const { return parameters_; }
-  /// Of a parameter of ours. InputError if the model has none of that name.
-  Shape shape_of(std::string_view name) const;
 
-  /// f32 elements [begin, end) of a parameter of ours, by its name in our model. Touches no more
-  /// than the bytes that they come from. InputError that names the tensor for one not finite.
-  void read(std::string_view name, int64_t begin, int64_t end, float* dst) const;
+  std::vector<std::string> names() const override;
+  Shape shape_of(std::string_view name) const override;
 
  private:
+  /// InputError that names the tensor for a value that is not finite.
+  void do_read(std::string_view name, int64_t begin, int64_t end, float* dst) const override;
   HfReader(const std::string& dir, HfModel model);
   void check_tensors();
 
@@ -60,10 +59,6 @@ class HfReader {
   std::unique_ptr<HfFiles> files_;
 };
 
-/// Sets the masters of this rank's shards from the files, slice by slice through a buffer of 64
-/// MiB: no rank holds more of the model than its shards. Local. Error if the model is another one.
-void load_hf(const HfReader& reader, Fsdp& fsdp, nn::Module& model);
-
 struct HfWriteOptions {
   DType dtype = kF32;                       ///< f32 | bf16 | f16
   int64_t max_file_nbytes = 5'000'000'000;  ///< beyond it, several files and an index
@@ -74,22 +69,20 @@ struct HfWriteOptions {
 
 /// Writes a model's directory tensor by tensor: no more than the parameter given and one tensor
 /// made of it are in memory. The directory takes its place when it is complete (ExportDirectory).
-class HfWriter {
+class HfWriter final : public ParameterSink {
  public:
   /// ConfigError if the directory holds something else than an earlier export; IoError if it cannot
   /// be made or written.
   HfWriter(const std::string& dir, const nn::FamilyConfig& config,
            const HfWriteOptions& options = {});
-  ~HfWriter();
+  ~HfWriter() override;
   HfWriter(const HfWriter&) = delete;
   HfWriter& operator=(const HfWriter&) = delete;
 
   const std::vector<nn::HfParameter>& parameters() const { return parameters_; }
-  /// The whole of a parameter of ours, f32, in any order. Error for an unknown name or another
-  /// size.
-  void write(std::string_view name, const float* values, int64_t numel);
-  /// Error if a parameter was not written.
-  void finish();
+  /// ConfigError for a value that the dtype cannot hold.
+  void write(std::string_view name, const Shape& shape, const float* values) override;
+  void finish() override;
 
  private:
   std::unique_ptr<ExportDirectory> place_;
@@ -101,10 +94,5 @@ class HfWriter {
   std::vector<std::string> file_names_;
   std::map<std::string, size_t, std::less<>> file_of_;  // by the tensor's name
 };
-
-/// Writes the model under FSDP; collective, rank 0 holds one unit and one tensor of it at a time,
-/// the others a unit. IoError on every rank if it fails.
-void export_hf(const std::string& dir, nn::LanguageModel& model, Fsdp& fsdp, World& world,
-               const HfWriteOptions& options = {});
 
 }  // namespace tessera::dist

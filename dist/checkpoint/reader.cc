@@ -4,7 +4,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <bit>
 #include <cerrno>
 #include <charconv>
 #include <cstring>
@@ -21,6 +20,10 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr std::string_view kStepPrefix = "step-";
+
+std::string parameter_tensor(std::string_view name) {
+  return std::string(kParametersPrefix) + std::string(name);
+}
 
 /// The step of a directory's name, or -1.
 int64_t step_of(const std::string& name) {
@@ -207,7 +210,27 @@ void CheckpointReader::check_files(int64_t first, int64_t stride) const {
   }
 }
 
-void CheckpointReader::read(std::string_view name, int64_t begin, int64_t end, void* dst) const {
+/// Calls f(data, numel) with the bytes of elements [begin, end) as they lie in the files.
+template <class F>
+void CheckpointReader::for_each_run(const TensorRecord& tensor, int64_t begin, int64_t end,
+                                    const F& f) const {
+  const auto nbytes_each = static_cast<int64_t>(size_of(tensor.dtype));
+  auto slice =
+      std::upper_bound(tensor.slices.begin(), tensor.slices.end(), begin,
+                       [](int64_t element, const SliceRecord& s) { return element < s.end; });
+  for (; begin < end; ++slice) {
+    const int64_t to = std::min(end, slice->end);
+    const char* data = static_cast<const char*>(slice_data(tensor, *slice));
+    f(data + (begin - slice->begin) * nbytes_each, to - begin);
+    num_bytes_read_ += (to - begin) * nbytes_each;
+    begin = to;
+    const auto after = slice + 1;
+    if (begin == end || after->file != slice->file) check_reads(slice->file);
+  }
+}
+
+void CheckpointReader::read_tensor(std::string_view name, int64_t begin, int64_t end,
+                                   void* dst) const {
   const TensorRecord* tensor = manifest_.find(name);
   if (tensor == nullptr) {
     throw CheckpointError(fmt::format("{}: no tensor {}, expected it", dir_, shorten(name)));
@@ -215,42 +238,40 @@ void CheckpointReader::read(std::string_view name, int64_t begin, int64_t end, v
   TESSERA_CHECK(0 <= begin && begin <= end && end <= tensor->shape.numel(),
                 "CheckpointReader: elements [{}, {}) of {} with {}", begin, end, name,
                 tensor->shape.numel());
-  const auto nbytes_each = static_cast<int64_t>(size_of(tensor->dtype));
-  auto slice =
-      std::upper_bound(tensor->slices.begin(), tensor->slices.end(), begin,
-                       [](int64_t element, const SliceRecord& s) { return element < s.end; });
   char* next = static_cast<char*>(dst);
-  for (; begin < end; ++slice) {
-    const int64_t to = std::min(end, slice->end), nbytes = (to - begin) * nbytes_each;
-    const char* data = static_cast<const char*>(slice_data(*tensor, *slice));
-    std::memcpy(next, data + (begin - slice->begin) * nbytes_each, static_cast<size_t>(nbytes));
-    num_bytes_read_ += nbytes;
+  for_each_run(*tensor, begin, end, [&](const char* data, int64_t numel) {
+    const size_t nbytes = static_cast<size_t>(numel) * size_of(tensor->dtype);
+    std::memcpy(next, data, nbytes);
     next += nbytes;
-    begin = to;
-    const auto after = slice + 1;
-    if (begin == end || after->file != slice->file) check_reads(slice->file);
-  }
+  });
 }
 
-void CheckpointReader::read_f32(std::string_view name, int64_t begin, int64_t end,
-                                float* dst) const {
-  const TensorRecord* tensor = manifest_.find(name);
-  if (tensor == nullptr || tensor->dtype == kF32) return read(name, begin, end, dst);
-  TESSERA_CHECK_AS(CheckpointError, tensor->dtype == kBF16 || tensor->dtype == kF16,
-                   "{}: tensor {} is {}, expected f32, bf16 or f16", dir_, shorten(name),
-                   tensor->dtype);
-  constexpr int64_t kNumAtOnce = 65536;
-  std::vector<uint16_t> bits(static_cast<size_t>(std::min(kNumAtOnce, end - begin)));
-  while (begin < end) {
-    const int64_t to = std::min(end, begin + kNumAtOnce);
-    read(name, begin, to, bits.data());
-    for (int64_t i = 0; i < to - begin; ++i) {
-      const uint16_t b = bits[static_cast<size_t>(i)];
-      *dst++ = tensor->dtype == kBF16 ? static_cast<float>(std::bit_cast<BFloat16>(b))
-                                      : static_cast<float>(std::bit_cast<Float16>(b));
-    }
-    begin = to;
+std::vector<std::string> CheckpointReader::names() const {
+  std::vector<std::string> names;
+  for (const TensorRecord& tensor : manifest_.tensors) {
+    if (!tensor.name.starts_with(kParametersPrefix)) continue;
+    names.push_back(tensor.name.substr(kParametersPrefix.size()));
   }
+  return names;
+}
+
+Shape CheckpointReader::shape_of(std::string_view name) const {
+  const TensorRecord* tensor = manifest_.find(parameter_tensor(name));
+  TESSERA_CHECK_AS(InputError, tensor != nullptr, "{}: no tensor {}, expected it", dir_,
+                   shorten(name));
+  const DType dtype = tensor->dtype;
+  TESSERA_CHECK_AS(CheckpointError, dtype == kF32 || dtype == kBF16 || dtype == kF16,
+                   "{}: tensor {} is {}, expected f32, bf16 or f16", dir_, shorten(name), dtype);
+  return tensor->shape;
+}
+
+void CheckpointReader::do_read(std::string_view name, int64_t begin, int64_t end,
+                               float* dst) const {
+  const TensorRecord& tensor = *manifest_.find(parameter_tensor(name));
+  for_each_run(tensor, begin, end, [&](const char* data, int64_t numel) {
+    load_floats(dst, data, tensor.dtype, numel);
+    dst += numel;
+  });
 }
 
 std::vector<CheckpointPlace> list_checkpoints(const std::string& dir) {

@@ -8,6 +8,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "core/formats/parameters.h"
 #include "core/formats/safetensors.h"
 #include "dist/checkpoint/manifest.h"
 
@@ -16,16 +17,17 @@ namespace tessera::dist {
 /// A checkpoint open for reading. Files are mapped when they are first needed, so a rank touches
 /// only what it reads. CheckpointError names directory, file and tensor of what is cut short,
 /// changed, or of another run or step; UnreadableCheckpointError of what is missing, cannot be
-/// opened or read, or is of a newer version.
-class CheckpointReader {
+/// opened or read, or is of a newer version. As a source it has the parameters (tensors called
+/// `kParametersPrefix` and a parameter's name) in f32, bf16 and f16.
+class CheckpointReader final : public ParameterSource {
  public:
   /// Reads and checks `dir`/manifest.json.
   explicit CheckpointReader(std::string dir);
-  ~CheckpointReader();
+  ~CheckpointReader() override;
   CheckpointReader(const CheckpointReader&) = delete;
   CheckpointReader& operator=(const CheckpointReader&) = delete;
 
-  const std::string& dir() const { return dir_; }
+  const std::string& path() const override { return dir_; }
   const Manifest& manifest() const { return manifest_; }
 
   /// Compares size, header and all bytes of the files `first`, `first + stride`, ... with the
@@ -36,13 +38,17 @@ class CheckpointReader {
 
   /// Copies elements [begin, end) of the flattened tensor to `dst`. CheckpointError if there is no
   /// such tensor.
-  void read(std::string_view tensor, int64_t begin, int64_t end, void* dst) const;
-  /// The same as f32, of a tensor in f32, bf16 or f16.
-  void read_f32(std::string_view tensor, int64_t begin, int64_t end, float* dst) const;
-  /// Bytes of slices that `read` has copied from.
+  void read_tensor(std::string_view tensor, int64_t begin, int64_t end, void* dst) const;
+  /// Bytes of slices that were copied from.
   int64_t num_bytes_read() const { return num_bytes_read_; }
 
+  std::vector<std::string> names() const override;
+  Shape shape_of(std::string_view name) const override;
+
  private:
+  void do_read(std::string_view name, int64_t begin, int64_t end, float* dst) const override;
+  template <class F>
+  void for_each_run(const TensorRecord& tensor, int64_t begin, int64_t end, const F& f) const;
   struct OpenFile;
   const OpenFile& open(int64_t file) const;
   const void* slice_data(const TensorRecord& tensor, const SliceRecord& slice) const;

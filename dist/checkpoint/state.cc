@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <set>
+#include <span>
 
 #include "core/autograd.h"
 #include "core/text.h"
@@ -111,6 +112,42 @@ std::vector<std::pair<std::string, Shape>> expected_tensors(const TrainingState&
   return tensors;
 }
 
+/// Sets slices through a buffer in host memory, from their values in a store: dtype_of(slice) says
+/// what they are there, read(slice, begin, end, dst) copies elements of its tensor.
+template <class DTypeOf, class Read>
+void load_slices(std::span<const Slice> slices, const DTypeOf& dtype_of, const Read& read) {
+  const NoGrad no_grad;
+  const MemoryScope scope(MemoryClass::kOther);
+  int64_t largest = 1;
+  for (const Slice& s : slices) {
+    const auto nbytes_each = static_cast<int64_t>(size_of(dtype_of(s)));
+    largest = std::max(largest, s.values.numel() * nbytes_each);
+  }
+  const int64_t buffer_nbytes = std::min(largest, kLoadBufferNbytes);
+  const Tensor buffer = empty_on_host(buffer_nbytes, kU8);
+  current_stream().synchronize();  // the host writes into it
+  int64_t used = 0;
+  for (const Slice& s : slices) {
+    const DType dtype = dtype_of(s);
+    const auto nbytes_each = static_cast<int64_t>(size_of(dtype));
+    for (int64_t first = 0; first < s.values.numel();) {
+      used = (used + nbytes_each - 1) / nbytes_each * nbytes_each;
+      if (used + nbytes_each > buffer_nbytes) {
+        current_stream().synchronize();
+        used = 0;
+      }
+      const int64_t count =
+          std::min(s.values.numel() - first, (buffer_nbytes - used) / nbytes_each);
+      const Tensor part = view_of_storage(buffer.storage(), used / nbytes_each, {count}, dtype);
+      read(s, s.begin + first, s.begin + first + count, part.raw_data());
+      s.values.narrow(0, first, count).copy_(part);
+      used += count * nbytes_each;
+      first += count;
+    }
+  }
+  current_stream().synchronize();
+}
+
 }  // namespace
 
 std::vector<Slice> held_slices(const TrainingState& state) {
@@ -189,40 +226,7 @@ void check_tensors(const CheckpointReader& reader, const TrainingState& state) {
   }
   if (problems.empty()) return;
   throw CheckpointError(fmt::format("{}: tensors do not fit this model and optimizer: {}",
-                                    reader.dir(), join_few(problems, "; ")));
-}
-
-void load_slices(std::span<const Slice> slices, const SliceSource& source) {
-  const NoGrad no_grad;
-  const MemoryScope scope(MemoryClass::kOther);
-  int64_t largest = 1;
-  for (const Slice& s : slices) {
-    const auto nbytes_each = static_cast<int64_t>(size_of(source.dtype(s)));
-    largest = std::max(largest, s.values.numel() * nbytes_each);
-  }
-  const int64_t buffer_nbytes = std::min(largest, kLoadBufferNbytes);
-  const Tensor buffer = empty_on_host(buffer_nbytes, kU8);
-  current_stream().synchronize();  // the host writes into it
-  int64_t used = 0;
-  for (const Slice& s : slices) {
-    const DType dtype = source.dtype(s);
-    const auto nbytes_each = static_cast<int64_t>(size_of(dtype));
-    for (int64_t first = 0; first < s.values.numel();) {
-      used = (used + nbytes_each - 1) / nbytes_each * nbytes_each;
-      if (used + nbytes_each > buffer_nbytes) {
-        current_stream().synchronize();
-        used = 0;
-      }
-      const int64_t count =
-          std::min(s.values.numel() - first, (buffer_nbytes - used) / nbytes_each);
-      const Tensor part = view_of_storage(buffer.storage(), used / nbytes_each, {count}, dtype);
-      source.read(s, s.begin + first, s.begin + first + count, part.raw_data());
-      s.values.narrow(0, first, count).copy_(part);
-      used += count * nbytes_each;
-      first += count;
-    }
-  }
-  current_stream().synchronize();
+                                    reader.path(), join_few(problems, "; ")));
 }
 
 void load_state(const CheckpointReader& reader, const TrainingState& state) {
@@ -235,10 +239,28 @@ void load_state(const CheckpointReader& reader, const TrainingState& state) {
     return record == nullptr ? s.values.dtype() : record->dtype;
   };
   const auto read = [&](const Slice& s, int64_t begin, int64_t end, void* dst) {
-    reader.read(s.tensor, begin, end, dst);
+    reader.read_tensor(s.tensor, begin, end, dst);
   };
-  load_slices(slices, {dtype, read});
+  load_slices(slices, dtype, read);
   state.fsdp->shards_changed(state.optimizer);
+}
+
+void load_parameters(const ParameterSource& source, Fsdp& fsdp, nn::Module& model) {
+  for (const nn::NamedParameter& p : model.named_parameters()) {
+    const Shape& shape = p.parameter->tensor.shape();
+    const Shape found = source.shape_of(p.name);
+    const bool fits = shape == found ||
+                      (p.name == "position.weight" && shape[1] == found[1] && shape[0] < found[0]);
+    TESSERA_CHECK_AS(InputError, fits, "{}: {} is {}, expected {} of the model", source.path(),
+                     p.name, found, shape);
+  }
+  const auto dtype = [](const Slice&) { return kF32; };
+  const auto read = [&](const Slice& s, int64_t begin, int64_t end, void* dst) {
+    source.read(std::string_view(s.tensor).substr(kParametersPrefix.size()), begin, end,
+                static_cast<float*>(dst));
+  };
+  load_slices(held_slices({.model = &model, .fsdp = &fsdp}), dtype, read);
+  fsdp.shards_changed();
 }
 
 }  // namespace tessera::dist

@@ -1,12 +1,11 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <memory>
-#include <span>
 #include <string>
 #include <vector>
 
+#include "core/formats/parameters.h"
 #include "core/formats/safetensors.h"
 #include "dist/checkpoint/manifest.h"
 #include "dist/checkpoint/reader.h"
@@ -76,16 +75,14 @@ class Snapshot {
 /// all that are missing, unexpected, or of another shape.
 void check_tensors(const CheckpointReader& reader, const TrainingState& state);
 
-/// Where the values of slices come from: the dtype of a slice there, and its elements [begin, end).
-struct SliceSource {
-  std::function<DType(const Slice&)> dtype;
-  std::function<void(const Slice&, int64_t begin, int64_t end, void* dst)> read;
-};
-/// Sets slices through a buffer of at most 64 MiB in host memory. Local to the rank.
-void load_slices(std::span<const Slice> slices, const SliceSource& source);
-
 /// Sets the state from a checkpoint of any strategy, wrapping and number of ranks, reading what
 /// this rank holds and no more. Local to the rank.
 void load_state(const CheckpointReader& reader, const TrainingState& state);
+
+/// Sets the masters of this rank's shards, slice by slice through a buffer of at most 64 MiB in
+/// host memory: no rank holds more of the model than its shards. Local to the rank.
+/// Errors   InputError if `source` lacks a parameter of the model or has another shape, but more
+///          positions, of which the first are taken
+void load_parameters(const ParameterSource& source, Fsdp& fsdp, nn::Module& model);
 
 }  // namespace tessera::dist

@@ -717,7 +717,7 @@ TEST_CASE("guard: F24: a loss that is not finite on one rank changes nothing and
       for (const auto& t : reader.manifest().tensors) {
         std::string& bytes = all[t.name];
         bytes.resize(static_cast<size_t>(t.shape.numel()) * size_of(t.dtype));
-        reader.read(t.name, 0, t.shape.numel(), bytes.data());
+        reader.read_tensor(t.name, 0, t.shape.numel(), bytes.data());
       }
       return all;
     };

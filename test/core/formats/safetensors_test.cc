@@ -129,6 +129,51 @@ TEST_CASE("safetensors: an unfinished file leaves nothing behind", "[safetensors
         }).starts_with("safetensors: tensor a twice"));
 }
 
+TEST_CASE("safetensors: a file is a source of f32 values, a writer takes them", "[safetensors]") {
+  const TempDir dir;
+  const float values[] = {1.5f, -2, 0.25f, 3};
+  {
+    SafetensorsWriter writer(dir / "stored",
+                             {{"low", kBF16, {4}}, {"half", kF16, {4}}, {"f32", kF32, {2, 2}}});
+    const BFloat16 low[] = {BFloat16(1.5f), BFloat16(-2.0f), BFloat16(0.25f), BFloat16(3.0f)};
+    const Float16 half[] = {Float16(1.5f), Float16(-2.0f), Float16(0.25f), Float16(3.0f)};
+    writer.write("low", low, sizeof(low));
+    writer.write("half", half, sizeof(half));
+    CHECK(error_of([&] {
+            writer.write("f32", Shape{4}, values);
+          }).starts_with("safetensors: tensor f32 of f32 [4], expected f32 [2, 2]"));
+    CHECK(error_of([&] {
+            writer.write("low", Shape{4}, values);
+          }).starts_with("safetensors: tensor low of f32 [4], expected bf16 [4]"));
+    writer.write("f32", Shape{2, 2}, values);
+    writer.finish();
+  }
+  const SafetensorsFile stored(dir / "stored");
+  CHECK(stored.names() == std::vector<std::string>{"low", "half", "f32"});
+  SafetensorsWriter writer(dir / "copy", f32_entries(stored));
+  copy_parameters(stored, writer);
+  const SafetensorsFile copy(dir / "copy");
+  for (const std::string& name : stored.names()) {
+    CAPTURE(name);
+    CHECK(copy.find(name).dtype == kF32);
+    CHECK(copy.shape_of(name) == stored.shape_of(name));
+    float read[2] = {};
+    copy.read(name, 1, 3, read);
+    CHECK(read[0] == -2);
+    CHECK(read[1] == 0.25f);
+    CHECK(error_of([&] { copy.read(name, 3, 5, read); }) ==
+          fmt::format("{}: elements [3, 5) of {}, expected some of its 4", dir / "copy", name));
+  }
+  CHECK(error_of([&] { copy.shape_of("none"); }) ==
+        dir / "copy: no tensor none among 3, expected it");
+  SafetensorsWriter ids(dir / "ids", {{"ids", kI64, {1}}});
+  const int64_t id = 1;
+  ids.write("ids", &id, sizeof(id));
+  ids.finish();
+  CHECK(error_of([&] { SafetensorsFile(dir / "ids").shape_of("ids"); }) ==
+        dir / "ids: tensor ids is i64 [1], expected f32, bf16 or f16");
+}
+
 TEST_CASE("safetensors: no files and no tensors are legal", "[safetensors]") {
   const TempDir dir;
   SafetensorsWriter(dir / "m", {}).finish();

@@ -1,5 +1,3 @@
-#include "dist/checkpoint/export.h"
-
 #include <fmt/ranges.h>
 
 #include <algorithm>
@@ -9,6 +7,7 @@
 #include <new>
 
 #include "dist/checkpoint/export_dir.h"
+#include "dist/checkpoint/reshard.h"
 #include "test/dist/checkpoint/cases.h"
 
 namespace {
@@ -63,12 +62,17 @@ struct Example {
   std::string checkpoint() const { return dir / "step-00000002"; }
 };
 
+void export_parameters(const ParameterSource& source, const std::string& path) {
+  SafetensorsWriter writer(path, f32_entries(source));
+  copy_parameters(source, writer);
+}
+
 TEST_CASE("checkpoint export: the parameters in one file, to the bit", "[checkpoint]") {
   for (const bool freezes : {false, true}) {
     const Example example(freezes ? Precision::kMixed : Precision::kF32, freezes);
     const dist::CheckpointReader reader(example.checkpoint());
     const std::string path = example.dir / "model.safetensors";
-    dist::export_parameters(reader, path);
+    export_parameters(reader, path);
     const SafetensorsFile file(path);
     size_t num_tensors = 0, num_low = 0;
     for (const auto& [name, bytes] : example.state.tensors()) {
@@ -96,6 +100,24 @@ TEST_CASE("checkpoint export: the parameters in one file, to the bit", "[checkpo
   }
 }
 
+TEST_CASE("checkpoint export: a parameter that is not there, or elements of it, are named",
+          "[checkpoint]") {
+  const Example example;
+  const dist::CheckpointReader reader(example.checkpoint());
+  const std::string name = reader.names().front();
+  const int64_t numel = reader.shape_of(name).numel();
+  std::vector<float> values(static_cast<size_t>(numel));
+  const auto error = [&](const std::string& of, int64_t begin, int64_t end) {
+    return error_of([&] { reader.read(of, begin, end, values.data()); });
+  };
+  CHECK(error("none", 0, 1) == example.checkpoint() + ": no tensor none, expected it");
+  CHECK(error(name, 1, numel + 1) == fmt::format("{}: elements [1, {}) of {}, expected some of its "
+                                                 "{}",
+                                                 example.checkpoint(), numel + 1, name, numel));
+  CHECK(error(name, 2, 1) != "");
+  CHECK(error(name, -1, 1) != "");
+}
+
 TEST_CASE("checkpoint export: no more than two of the largest tensors are in memory",
           "[checkpoint]") {
   const Example example(Precision::kF32, false, 96);
@@ -108,7 +130,7 @@ TEST_CASE("checkpoint export: no more than two of the largest tensors are in mem
   }
   const int64_t before = live;
   peak = before;
-  dist::export_parameters(reader, example.dir / "model.safetensors");
+  export_parameters(reader, example.dir / "model.safetensors");
   const int64_t headers = 64 << 10;  // names and JSON
   CHECK(peak - before >= largest);
   CHECK(peak - before <= 2 * largest + headers);
@@ -225,7 +247,7 @@ TEST_CASE("checkpoint reshard: the same state in any number of files", "[checkpo
       std::string read(bytes.size(), '\0');
       const dist::TensorRecord* tensor = again.manifest().find(name);
       REQUIRE(tensor != nullptr);
-      again.read(name, 0, tensor->shape.numel(), read.data());
+      again.read_tensor(name, 0, tensor->shape.numel(), read.data());
       CHECK(read == bytes);
     }
     // Training goes on from it.

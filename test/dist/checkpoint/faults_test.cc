@@ -17,7 +17,7 @@
 
 #include "core/formats/durable_file.h"
 #include "dist/checkpoint/choose.h"
-#include "dist/checkpoint/stream_full.h"
+#include "dist/checkpoint/save_parameters.h"
 #include "test/dist/checkpoint/cases.h"
 
 namespace {
@@ -820,8 +820,9 @@ TEST_CASE("checkpoint faults: a file that is cut while it is read is named", "[c
   std::vector<float> values(static_cast<size_t>(tensor.shape.numel()));
   const std::string expected =
       fmt::format("{}: cut to 4096 bytes while it was read, expected {} as before", path, nbytes);
-  CHECK(error_of([&] { reader.read(tensor.name, 0, tensor.shape.numel(), values.data()); }) ==
-        expected);
+  CHECK(error_of([&] {
+          reader.read_tensor(tensor.name, 0, tensor.shape.numel(), values.data());
+        }) == expected);
   CHECK(error_of([&] { reader.check_files(); }) == expected);
   CHECK_THROWS_AS(reader.check_files(), dist::UnreadableCheckpointError);
 }
@@ -895,18 +896,12 @@ TEST_CASE("checkpoint faults: case 36: a slow disk under a full save holds up no
           entries.push_back({p.name, kF32, p.parameter->tensor.shape()});
         }
         num_parameters = entries.size();
-        std::unique_ptr<SafetensorsWriter> writer;
-        dist::FullSink sink;
-        sink.begin = [&] { writer = std::make_unique<SafetensorsWriter>(path, entries); };
-        sink.write = [&](const std::string& name, const float* values, int64_t numel) {
-          writer->write(name, values, numel * static_cast<int64_t>(sizeof(float)));
-        };
-        sink.finish = [&] { writer->finish(); };
-        // In a collective that waits for the disk, rank 1 would never come here to free it.
-        sink.waiting = [&] {
-          if (w.rank() == 1 && ++num_turns == 3) set_faults(Faults::kNone);
-        };
-        dist::stream_full(*state.fsdp, w, sink);
+        dist::save_parameters(
+            *state.fsdp, w, [&] { return std::make_unique<SafetensorsWriter>(path, entries); },
+            // In a collective that waits for the disk, rank 1 would never come here to free it.
+            [&] {
+              if (w.rank() == 1 && ++num_turns == 3) set_faults(Faults::kNone);
+            });
       }));
   set_faults(Faults::kNone);
   CHECK(num_turns >= 3);

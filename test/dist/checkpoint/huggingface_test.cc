@@ -10,6 +10,8 @@
 #include <nlohmann/json.hpp>
 
 #include "core/autograd.h"
+#include "dist/checkpoint/save_parameters.h"
+#include "dist/checkpoint/state.h"
 #include "dist/comm/local.h"
 #include "nn/bert/bert.h"
 #include "test/golden/golden.h"
@@ -77,7 +79,7 @@ struct Loaded {
       model = reader.config().make_model();
     }
     fsdp = fully_shard(*model, world, options);
-    load_hf(reader, *fsdp, *model);
+    load_parameters(reader, *fsdp, *model);
     model->reset_buffers();
   }
   std::vector<double> logits(const Logits& golden) {
@@ -85,6 +87,11 @@ struct Loaded {
     std::vector<double> values = model->logits(golden.ids_BT, golden.options).to_vector();
     fsdp->end_forward();
     return values;
+  }
+  void export_to(const std::string& dir, World& world, const HfWriteOptions& write = {}) {
+    save_parameters(*fsdp, world, [&] {
+      return std::make_unique<HfWriter>(dir, nn::hf_config_of(*model), write);
+    });
   }
   std::map<std::string, std::vector<double>> parameters() {
     std::map<std::string, std::vector<double>> all;
@@ -170,7 +177,7 @@ TEST_CASE("huggingface: a BertModel gives transformers' hidden states and pooled
     const std::string out = temp.path() + "/out";
     {
       Loaded loaded(dir, world);
-      export_hf(out, *loaded.model, *loaded.fsdp, world);
+      loaded.export_to(out, world);
     }
     const auto exported = nlohmann::json::parse(read_file(out + "/config.json"));
     CHECK(exported["architectures"] == nlohmann::json({"BertModel"}));
@@ -208,7 +215,7 @@ TEST_CASE("huggingface: what is exported is imported bit by bit, under another s
     std::map<std::string, std::vector<double>> before, after;
     run_ranks(2, [&](World& world) {
       Loaded loaded(folder(family), world);
-      export_hf(dir, *loaded.model, *loaded.fsdp, world, {.max_file_nbytes = 4096});
+      loaded.export_to(dir, world, {.max_file_nbytes = 4096});
       auto parameters = loaded.parameters();
       if (world.rank() == 0) before = std::move(parameters);
     });
@@ -235,7 +242,7 @@ TEST_CASE("huggingface: an export has the names and keys of the original", "[hug
     for (const nn::HfParameter& p : original.parameters()) {
       std::vector<float> values(static_cast<size_t>(p.shape.numel()));
       original.read(p.name, 0, p.shape.numel(), values.data());
-      writer.write(p.name, values.data(), p.shape.numel());
+      writer.write(p.name, p.shape, values.data());
     }
     writer.finish();
     // Every tensor has the bytes of the original, whatever files they are in.
@@ -287,8 +294,8 @@ TEST_CASE("huggingface: exports of all families into a folder", "[.hf-export]") 
   for (const char* family : kFamilies) {
     run_ranks(2, [&](World& world) {
       Loaded loaded(folder(family), world);
-      export_hf(std::string(out) + "/" + family, *loaded.model, *loaded.fsdp, world,
-                {.token_ids = HfReader(folder(family)).token_ids()});
+      loaded.export_to(std::string(out) + "/" + family, world,
+                       {.token_ids = HfReader(folder(family)).token_ids()});
     });
   }
 }
@@ -311,6 +318,37 @@ TEST_CASE("huggingface: hidden states of texts into a folder", "[.hf-hidden]") {
   });
 }
 
+/// Takes nothing.
+struct RefusingSink final : ParameterSink {
+  void write(std::string_view name, const Shape& shape, const float*) override {
+    throw ConfigError(fmt::format("{} {} refused", name, shape));
+  }
+  void finish() override { throw Error("finished after an error"); }
+};
+
+TEST_CASE("huggingface: what an export cannot begin or write ends every rank with the reason",
+          "[huggingface]") {
+  const TempDir temp;
+  std::ofstream(temp.path() + "/notes") << "mine";
+  run_ranks(2, [&](World& world) {
+    Loaded loaded(folder("qwen2"), world);
+    const auto expect = [](const std::string& found, const std::string& expected) {
+      if (!found.starts_with(expected)) throw Error(found + ", expected " + expected);
+    };
+    expect(error_of([&] { loaded.export_to(temp.path(), world); }),
+           temp.path() + ": has notes, which no export has written");
+    bool has_opened = false;
+    expect(error_of([&] {
+             save_parameters(*loaded.fsdp, world, [&] {
+               has_opened = true;
+               return std::make_unique<RefusingSink>();
+             });
+           }),
+           "embed.weight [40, 16] refused");
+    if (has_opened != (world.rank() == 0)) throw Error("opened on another rank than 0");
+  });
+}
+
 TEST_CASE("huggingface: a rank holds its shards and a buffer, not the model", "[huggingface]") {
   const TempDir temp;
   nn::LlamaConfig config;
@@ -323,7 +361,7 @@ TEST_CASE("huggingface: a rank holds its shards and a buffer, not the model", "[
     HfWriter writer(temp.path(), config);
     for (const nn::HfParameter& p : writer.parameters()) {
       const std::vector<float> values(static_cast<size_t>(p.shape.numel()), 0.5f);
-      writer.write(p.name, values.data(), p.shape.numel());
+      writer.write(p.name, p.shape, values.data());
     }
     writer.finish();
   }
@@ -584,7 +622,7 @@ TEST_CASE("huggingface: an export refuses numbers that its dtype cannot hold", "
     const nn::HfParameter& p = writer.parameters().back();
     std::vector<float> values(static_cast<size_t>(p.shape.numel()), 0.5f);
     values.back() = value;
-    const auto write = [&] { writer.write(p.name, values.data(), p.shape.numel()); };
+    const auto write = [&] { writer.write(p.name, p.shape, values.data()); };
     if (is_kept) {
       CHECK_NOTHROW(write());
       continue;
@@ -619,8 +657,7 @@ TEST_CASE("huggingface: exports are those that transformers has loaded, byte by 
     const std::string dir = temp.path() + "/out";
     run_ranks(2, [&](World& world) {
       Loaded loaded(folder(family), world);
-      export_hf(dir, *loaded.model, *loaded.fsdp, world,
-                {.token_ids = HfReader(folder(family)).token_ids()});
+      loaded.export_to(dir, world, {.token_ids = HfReader(folder(family)).token_ids()});
     });
     CHECK(nlohmann::json::parse(read_file(dir + "/" + kExportListName)) ==
           nlohmann::json::parse(read_file(folder(family) + "/export.json")));

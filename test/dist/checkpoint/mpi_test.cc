@@ -68,7 +68,7 @@ TEST_CASE("checkpoint over MPI: 4 thread ranks go on as MPI ranks", "[checkpoint
     const dist::CheckpointReader reader(checkpoint);
     for (const dist::Slice& s : dist::held_slices(state)) {
       std::string bytes(static_cast<size_t>(s.values.nbytes()), '\0');
-      reader.read(s.tensor, s.begin, s.end(), bytes.data());
+      reader.read_tensor(s.tensor, s.begin, s.end(), bytes.data());
       CAPTURE(s.tensor);
       CHECK(std::memcmp(bytes.data(), s.values.raw_data(), bytes.size()) == 0);
     }

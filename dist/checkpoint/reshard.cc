@@ -1,4 +1,4 @@
-#include "dist/checkpoint/export.h"
+#include "dist/checkpoint/reshard.h"
 
 #include <algorithm>
 #include <filesystem>
@@ -71,7 +71,7 @@ RankRecord write_rank(const CheckpointReader& reader, const std::string& dir, in
       const int64_t end = std::min(p.slice.end, begin + kBufferNbytes / width);
       const int64_t nbytes = (end - begin) * width;
       buffer.resize(static_cast<size_t>(nbytes));
-      reader.read(p.tensor->name, begin, end, buffer.data());
+      reader.read_tensor(p.tensor->name, begin, end, buffer.data());
       hasher.update(buffer.data(), nbytes);
       write(buffer.data(), nbytes);
       begin = end;
@@ -85,31 +85,6 @@ RankRecord write_rank(const CheckpointReader& reader, const std::string& dir, in
 }
 
 }  // namespace
-
-void for_each_parameter(
-    const CheckpointReader& reader,
-    const std::function<void(const std::string&, const Shape&, const float*)>& f) {
-  for (const TensorRecord& tensor : reader.manifest().tensors) {
-    if (!tensor.name.starts_with(kParametersPrefix)) continue;
-    const int64_t numel = tensor.shape.numel();
-    std::vector<float> values(static_cast<size_t>(numel));
-    reader.read_f32(tensor.name, 0, numel, values.data());
-    f(tensor.name.substr(kParametersPrefix.size()), tensor.shape, values.data());
-  }
-}
-
-void export_parameters(const CheckpointReader& reader, const std::string& path) {
-  std::vector<SafetensorsEntry> entries;
-  for (const TensorRecord& tensor : reader.manifest().tensors) {
-    if (!tensor.name.starts_with(kParametersPrefix)) continue;
-    entries.push_back({tensor.name.substr(kParametersPrefix.size()), kF32, tensor.shape});
-  }
-  SafetensorsWriter writer(path, std::move(entries), {{"format", "tessera"}});
-  for_each_parameter(reader, [&](const std::string& name, const Shape& shape, const float* values) {
-    writer.write(name, values, shape.numel() * static_cast<int64_t>(sizeof(float)));
-  });
-  writer.finish();
-}
 
 std::string reshard_checkpoint(const CheckpointReader& reader, const std::string& out_dir,
                                int64_t num_ranks) {

@@ -1,8 +1,8 @@
-#include "dist/checkpoint/stream_full.h"
+#include "dist/checkpoint/save_parameters.h"
 
 #include <chrono>
+#include <exception>
 #include <future>
-#include <optional>
 
 #include "dist/fsdp/offload.h"
 
@@ -21,8 +21,11 @@ const float* values_on_host(const Tensor& full, Tensor& copy) {
 
 }  // namespace
 
-void stream_full(Fsdp& fsdp, World& world, const FullSink& sink) {
-  std::optional<IoError> failed;  // the other ranks go on with the gathers until all know
+void save_parameters(Fsdp& fsdp, World& world,
+                     const std::function<std::unique_ptr<ParameterSink>()>& open,
+                     const std::function<void()>& waiting) {
+  std::unique_ptr<ParameterSink> sink;  // of rank 0
+  std::exception_ptr failed;            // the other ranks go on with the gathers until all know
   const auto is_writing = [&] { return world.rank() == 0 && !failed; };
   const auto attempt = [&](const std::function<void()>& f) {
     std::future<void> job;
@@ -31,22 +34,28 @@ void stream_full(Fsdp& fsdp, World& world, const FullSink& sink) {
       return !job.valid() || job.wait_for(kTurn) == std::future_status::ready;
     };
     while (!world.control().all_agree(is_over())) {
-      if (sink.waiting) sink.waiting();
+      if (waiting) waiting();
     }
     try {
       if (job.valid()) job.get();
-    } catch (const IoError& error) {
-      failed = error;
+    } catch (const Error&) {
+      failed = std::current_exception();
     }
   };
-  attempt(sink.begin);
+  const auto agree = [&] {
+    world.control().verdict([&] {
+      if (failed) std::rethrow_exception(failed);
+    });
+  };
+  attempt([&] { sink = open(); });
+  agree();
   fsdp.for_each_full(Fsdp::State::kMaster, [&](const std::string& name, const Tensor& full) {
     Tensor copy;
     const float* values = is_writing() ? values_on_host(full, copy) : nullptr;
-    attempt([&] { sink.write(name, values, full.numel()); });
+    attempt([&] { sink->write(name, full.shape(), values); });
   });
-  attempt(sink.finish);
-  world.control().verdict(failed ? &*failed : nullptr);
+  attempt([&] { sink->finish(); });
+  agree();
 }
 
 }  // namespace tessera::dist
