@@ -56,6 +56,20 @@ SCHEMA = pyarrow.schema(
 ENCODINGS = {"plain": "PLAIN", "delta_length": "DELTA_LENGTH_BYTE_ARRAY", "delta": "DELTA_BYTE_ARRAY"}
 
 
+def write_chats(folder):
+    """Conversations as lists of structs, with tools, in two row groups; the same as JSON lines."""
+    rows = []
+    for i in range(9):
+        turns = [{"role": role, "content": f"{role} {i}.{k} caf\u00e9 \"q\""}
+                 for k in range(1 + i % 3) for role in ("user", "assistant")]
+        tools = [{"name": "add", "description": f"adds {i}"}] if i % 2 else None
+        rows.append({"id": i, "messages": turns, "tools": tools})
+    lines = [json.dumps(row) for row in rows]
+    (folder / "chats.jsonl").write_text("\n".join(lines) + "\n")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "chats.parquet",
+                                compression="zstd", row_group_size=5)
+
+
 def main():
     folder = pathlib.Path(__file__).parent / "parquet"
     folder.mkdir(exist_ok=True)
@@ -74,6 +88,7 @@ def main():
     # As pyarrow writes it, with a column that is no text beside it.
     table = pyarrow.table({"id": list(range(ROWS)), "text": [row["plain"] for row in rows]})
     pyarrow.parquet.write_table(table, folder / "defaults.parquet")
+    write_chats(folder)
     # Small ones for test/fuzz.
     corpus = pathlib.Path(__file__).parent.parent / "fuzz" / "corpus" / "parquet"
     corpus.mkdir(exist_ok=True)
