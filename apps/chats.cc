@@ -107,85 +107,101 @@ std::string folder_of_tokenizer(const std::string& name) {
   return dir.empty() ? "." : dir;
 }
 
-int64_t num_learned(const text::TokenizedChat& chat) {
-  if (chat.is_trained.empty()) return 0;
-  return std::count(chat.is_trained.begin() + 1, chat.is_trained.end(), uint8_t{1});
-}
-
-bool fit(text::TokenizedChat& chat, int64_t context, text::LongChats rule) {
-  const auto limit = static_cast<size_t>(context) + 1;
-  if (chat.ids.size() > limit) {
-    if (rule == text::LongChats::kDrop) return false;
-    chat.ids.resize(limit);
-    chat.is_trained.resize(limit);
-  }
-  return num_learned(chat) > 0;
-}
-
-LoadedChats load_chats(const Config& config, std::shared_ptr<const text::Tokenizer> tokenizer,
-                       const std::string& dir, int threads) {
+ChatSource open_chats(const Config& config, const std::string& dir) {
   const DataConfig& d = config.data;
-  LoadedChats loaded;
-  loaded.chat_template =
+  ChatSource source{.name = d.chat, .paths = {}, .chat_template = nullptr, .train_on = d.train_on};
+  source.chat_template =
       std::make_shared<const text::ChatTemplate>(text::load_chat_template(dir, d.chat_template));
-  ChatReaderOptions options;
-  options.train_on = d.train_on;
-  options.threads = threads;
-  const std::vector<std::string> paths =
+  source.paths =
       files_of_globs("data.chat", {d.chat}, "JSON lines or Parquet files of conversations");
-  ChatReader reader(paths, loaded.chat_template, std::move(tokenizer), options);
+  return source;
+}
+
+TokenDocuments encode_chats(const ChatSource& source,
+                            std::shared_ptr<const text::Tokenizer> tokenizer, int threads) {
+  ChatReader reader(source.paths, source.chat_template, std::move(tokenizer),
+                    {.train_on = source.train_on, .threads = threads});
   TokenDocuments documents;
   std::vector<int32_t> ids, is_target;
-  int64_t count = 0, num_long = 0, num_empty = 0, learned = 0;
   Chat chat;
   while (reader.next(chat)) {
-    ++count;
-    const bool is_long = std::ssize(chat.tokens.ids) > config.model.context + 1;
-    num_long += is_long ? 1 : 0;
-    if (!fit(chat.tokens, config.model.context, d.long_chats)) {
-      num_empty += is_long && d.long_chats == text::LongChats::kDrop ? 0 : 1;
-      continue;
-    }
-    learned += num_learned(chat.tokens);
+    if (chat.tokens.ids.empty()) continue;
     documents.begins.push_back(std::ssize(ids));
     ids.insert(ids.end(), chat.tokens.ids.begin(), chat.tokens.ids.end());
     is_target.insert(is_target.end(), chat.tokens.is_trained.begin(), chat.tokens.is_trained.end());
     documents.ends.push_back(std::ssize(ids));
   }
-  loaded.summary = fmt::format(
+  documents.tokens = TokenArray(ids, source.name);
+  documents.is_target = TokenArray(is_target, source.name);
+  return documents;
+}
+
+std::string fit_chats(TokenDocuments& documents, const ChatSource& source, int64_t context,
+                      text::LongChats rule) {
+  // As many tokens as positions predict, and the first.
+  const int64_t limit = context + 1, count = documents.count();
+  const bool drops = rule == text::LongChats::kDrop;
+  int64_t num_long = 0, num_empty = 0, learned = 0, num_tokens = 0;
+  size_t kept = 0;
+  for (size_t i = 0; i < documents.begins.size(); ++i) {
+    const int64_t begin = documents.begins[i];
+    int64_t end = documents.ends[i];
+    if (end - begin > limit) {
+      ++num_long;
+      if (drops) continue;
+      end = begin + limit;
+    }
+    int64_t learned_here = 0;
+    for (int64_t t = begin + 1; t < end; ++t) learned_here += documents.is_target[t];
+    if (learned_here == 0) {
+      ++num_empty;
+      continue;
+    }
+    learned += learned_here;
+    num_tokens += end - begin;
+    documents.begins[kept] = begin;
+    documents.ends[kept++] = end;
+  }
+  documents.begins.resize(kept);
+  documents.ends.resize(kept);
+  documents.is_target.check();
+  std::string summary = fmt::format(
       "chats: {} conversations of {} files, {} of them trained on: {} tokens, {} learned", count,
-      paths.size(), documents.count(), ids.size(), learned);
+      source.paths.size(), kept, num_tokens, learned);
   if (num_long > 0) {
-    loaded.summary += fmt::format("; {} longer than model.context + 1 = {} tokens: {}", num_long,
-                                  config.model.context + 1,
-                                  d.long_chats == text::LongChats::kDrop ? "dropped" : "cut");
+    summary += fmt::format("; {} longer than model.context + 1 = {} tokens: {}", num_long, limit,
+                           drops ? "dropped" : "cut");
   }
   if (num_empty > 0) {
-    loaded.summary += fmt::format("; {} left out, as nothing of them is learned", num_empty);
+    summary += fmt::format("; {} left out, as nothing of them is learned", num_empty);
   }
-  if (ids.empty()) {
+  if (kept == 0) {
     throw InputError(
-        fmt::format("data.chat = {}: {}; expected at least one", shorten(d.chat), loaded.summary));
+        fmt::format("data.chat = {}: {}; expected at least one", shorten(source.name), summary));
   }
-  documents.tokens = TokenArray(ids, d.chat);
-  documents.is_target = TokenArray(is_target, d.chat);
-  auto sources = std::make_shared<std::vector<TokenSource>>();
-  sources->push_back({d.chat, 0, {std::move(documents)}});
-  loaded.sources = std::move(sources);
-  return loaded;
+  return summary;
 }
+
+namespace {
+
+/// Of the first `length` tokens those that are learned; nothing predicts the first.
+int64_t num_learned(const text::TokenizedChat& chat, int64_t length) {
+  if (length < 1 || chat.is_trained.empty()) return 0;
+  return std::count(chat.is_trained.begin() + 1, chat.is_trained.begin() + length, uint8_t{1});
+}
+
+}  // namespace
 
 void show_chats(ChatReader& reader, const ShowChatsOptions& options, std::FILE* out) {
   Chat chat;
   int64_t count = 0, num_tokens = 0, learned = 0, num_long = 0;
   while ((options.count == 0 || count < options.count) && reader.next(chat)) {
     const auto length = static_cast<int64_t>(chat.tokens.ids.size());
-    const int64_t of_chat = num_learned(chat.tokens);
+    const int64_t of_chat = num_learned(chat.tokens, length);
     std::string longer;
     if (options.context > 0 && length > options.context + 1) {
-      fit(chat.tokens, options.context, text::LongChats::kCut);
       longer = fmt::format(", longer than the context of {}: {} of these are left if it is cut",
-                           options.context, num_learned(chat.tokens));
+                           options.context, num_learned(chat.tokens, options.context + 1));
       ++num_long;
     }
     fmt::print(out, "{}{}: {} tokens, {} of them learned{}\n{}\n", count == 0 ? "" : "\n",

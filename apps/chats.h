@@ -38,6 +38,7 @@ class ChatReader {
   /// Errors   InputError of one line that names the file and the row: as DocumentReader,
   ///          parse_conversation, ChatTemplate::render and tokenize. Not to be used after one
   bool next(Chat& chat);
+  const DocumentReader& documents() const { return reader_; }
 
  private:
   struct Row;
@@ -51,28 +52,30 @@ class ChatReader {
   size_t next_ = 0;
 };
 
-/// Makes a conversation fit into `context` positions, each of which predicts the next token: one of
-/// more than context + 1 tokens is cut to these. Of what is left at least one token is learned, the
-/// first, which nothing predicts, apart; else false, and so for one that is dropped.
-bool fit(text::TokenizedChat& chat, int64_t context, text::LongChats rule);
-
-/// Tokens that are predicted and learned.
-int64_t num_learned(const text::TokenizedChat& chat);
-
 struct Config;
-struct TokenSource;
+struct TokenDocuments;
 
-struct LoadedChats {
-  std::shared_ptr<const std::vector<TokenSource>> sources;  ///< one
+/// What data.chat names, and what becomes of it.
+struct ChatSource {
+  std::string name;  ///< the glob
+  std::vector<std::string> paths;
   std::shared_ptr<const text::ChatTemplate> chat_template;
-  std::string summary;  ///< "2 files, 120 conversations, ...": how many were cut or left out
+  text::TrainOn train_on = text::TrainOn::kAssistant;
 };
+/// By the template of data.chat_template, or that of `dir`, where the tokenizer is.
+/// Errors   InputError without a file or a chat template
+ChatSource open_chats(const Config& config, const std::string& dir);
 
-/// What data.chat names, by the template of data.chat_template, or that of `dir`, where the
-/// tokenizer is. Each conversation is a document that fits into a window.
-/// Errors   InputError as ChatReader, if no conversation is left, and without a chat template
-LoadedChats load_chats(const Config& config, std::shared_ptr<const text::Tokenizer> tokenizer,
-                       const std::string& dir, int threads = 1);
+/// All conversations in memory, each a document with its targets, of any length.
+/// Errors   InputError as ChatReader
+TokenDocuments encode_chats(const ChatSource& source,
+                            std::shared_ptr<const text::Tokenizer> tokenizer, int threads);
+
+/// Makes each of these fit into `context` positions (`fit`), and leaves out those that do not or of
+/// which nothing is learned. Gives the words for it: "chats: 120 conversations of 2 files, ...".
+/// Errors   InputError if none is left
+std::string fit_chats(TokenDocuments& documents, const ChatSource& source, int64_t context,
+                      text::LongChats rule);
 
 /// Where the files beside a tokenizer are, by the name or path of it; empty for byte.
 std::string folder_of_tokenizer(const std::string& name);

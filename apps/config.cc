@@ -136,7 +136,7 @@ void check_data(const Config& config) {
     fail_at(config, "data.tokens",
             "data.tokens without a vocabulary, expected model.vocab to be set");
   }
-  if (d.restart_positions && d.separator < 0 && d.chat.empty()) {
+  if (d.restart_positions && d.separator < 0 && !d.tokens.empty()) {
     fail_at(config, "data.restart_positions",
             "data.restart_positions = true, expected data.separator to be set");
   }

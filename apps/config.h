@@ -50,6 +50,15 @@ struct ModelConfig {
   const nn::FamilyConfig& selected() const;
 };
 
+/// What stands around each document of texts.
+enum class DocumentMarks : unsigned char {
+  kAuto,  ///< what the tokenizer's models know
+  kNone
+};
+constexpr auto enum_names(DocumentMarks) {
+  return std::to_array<EnumName<DocumentMarks>>(
+      {{DocumentMarks::kAuto, "auto"}, {DocumentMarks::kNone, "none"}});
+}
 enum class ValSplit : unsigned char {
   kTail,        ///< the end of the data
   kInterleave,  ///< the end of each of many pieces of it
@@ -67,6 +76,7 @@ struct DataConfig {
   double val_fraction = 0.1;
   ValSplit val_split = ValSplit::kTail;
   int64_t separator = -1;
+  DocumentMarks document_tokens = DocumentMarks::kAuto;
   bool restart_positions = false;
   int64_t mask_token = -1;
   double mask_probability = 0.15;

@@ -219,6 +219,12 @@ void add_data(ConfigTable& t, Config& c) {
         "token id that ends a document and begins the next: attention stays inside a "
         "document; -1: no separator")
       .on_resume(ResumeKind::kIdentity);
+  t.add("data.document_tokens", d.document_tokens,
+        "tokens around documents of texts without data.separator: the tokenizer's end of a text "
+        "behind each and its beginning (else that end) before, or none")
+      .on_resume(ResumeKind::kIdentity)
+      .needs(d.tokens.empty() && !has_chats && d.separator < 0,
+             "documents of data.text or data.sources and no data.separator");
   t.add("data.restart_positions", d.restart_positions, "positions restart at 0 with each document")
       .on_resume(ResumeKind::kIdentity)
       .needs(!c.model.selected().family().has_alibi,

@@ -70,10 +70,8 @@ std::pair<Corpus, Corpus> interleave_corpus(const Corpus& corpus, double val_fra
 }
 
 /// One text as one array of tokens.
-TokenArray load_text(const Config& config, const TextSource& source,
-                     std::shared_ptr<text::Tokenizer>& tokenizer) {
+TokenArray load_text(const TextSource& source, std::shared_ptr<text::Tokenizer>& tokenizer) {
   const std::string& path = source.paths[0];
-  tokenizer = open_tokenizer(config);
   const bool is_char = tokenizer == nullptr, is_byte = !is_char && tokenizer->name() == "byte";
   const bool replaces = is_char && source.documents.invalid == InvalidText::kReplace;
   if (compression_of_name(path) != Compression::kNone || replaces || (!is_char && !is_byte)) {
@@ -313,6 +311,8 @@ std::string short_shards(const Corpus& corpus, int64_t context) {
       names.size(), corpus.shards.size(), context + 1, join_few(names, ", ", kMostNames));
 }
 
+namespace {
+
 std::vector<TextSource> text_sources(const Config& config) {
   std::vector<TextSource> sources;
   DocumentOptions documents;
@@ -362,50 +362,66 @@ std::shared_ptr<text::Tokenizer> open_tokenizer(const Config& config) {
   return text::load_tokenizer(name);
 }
 
-bool needs_token_cache(const std::vector<TextSource>& sources, const text::Tokenizer* tokenizer) {
-  if (sources.empty() || tokenizer == nullptr || tokenizer->name() == "char") return false;
-  return !(tokenizer->name() == "byte" && sources[0].is_one_text &&
-           compression_of_name(sources[0].paths[0]) == Compression::kNone);
-}
+}  // namespace
 
-namespace {
-
-void take_chats(const Config& config, int threads, Data& data) {
-  data.tokenizer = open_tokenizer(config);
-  if (data.tokenizer == nullptr) {
+Texts open_texts(const Config& config) {
+  Texts texts{.sources = text_sources(config), .chats = nullptr, .tokenizer = nullptr};
+  const bool has_chats = !config.data.chat.empty();
+  if (!texts.sources.empty() || has_chats) texts.tokenizer = open_tokenizer(config);
+  if (!has_chats) return texts;
+  if (texts.tokenizer == nullptr) {
     throw ConfigError(
         fmt::format("{}: data.tokenizer = {} with data.chat, expected byte or the path of a "
                     "tokenizer",
                     config.origin("data.tokenizer"), config.data.tokenizer));
   }
-  LoadedChats chats =
-      load_chats(config, data.tokenizer, folder_of_tokenizer(config.data.tokenizer), threads);
-  data.sources = std::move(chats.sources);
-  data.chats = std::move(chats.summary);
-  if (!config.data.chat_template.empty()) data.chat_template = chats.chat_template->source();
+  texts.chats = std::make_shared<const ChatSource>(
+      open_chats(config, folder_of_tokenizer(config.data.tokenizer)));
+  return texts;
 }
 
-}  // namespace
+bool Texts::has_caches() const {
+  if (chats != nullptr) return true;
+  if (sources.empty() || tokenizer == nullptr || tokenizer->name() == "char") return false;
+  return !(tokenizer->name() == "byte" && sources[0].is_one_text &&
+           compression_of_name(sources[0].paths[0]) == Compression::kNone);
+}
 
-Data load_data(const Config& config, const std::vector<std::string>& caches, int threads) {
+Data load_data(const Config& config, Texts texts, const std::vector<std::string>& caches,
+               int threads) {
   Data data;
   Corpus all;
-  const std::vector<TextSource> texts = text_sources(config);
-  if (!config.data.chat.empty()) {
-    take_chats(config, threads, data);
-  } else if (!config.data.sources.empty()) {
-    data.sources = load_sources(config, texts, caches, data.tokenizer);
-  } else if (!texts.empty() && texts[0].is_one_text) {
-    if (caches.empty()) {
-      all.shards.push_back(load_text(config, texts[0], data.tokenizer));
-    } else {
-      data.tokenizer = open_tokenizer(config);
-      all.shards.push_back(open_token_cache(caches[0]).tokens);
+  data.tokenizer = texts.tokenizer;
+  bool has_documents = false;  // of texts
+  if (texts.chats != nullptr) {
+    TokenDocuments chats = caches.empty() ? encode_chats(*texts.chats, data.tokenizer, threads)
+                                          : open_token_cache(caches[0]);
+    data.chats = fit_chats(chats, *texts.chats, config.model.context, config.data.long_chats);
+    if (!config.data.chat_template.empty()) {
+      data.chat_template = texts.chats->chat_template->source();
     }
-  } else if (!texts.empty()) {
-    data.sources = load_documents(config, texts[0], caches, data.tokenizer);
+    data.sources = std::make_shared<const std::vector<TokenSource>>(
+        std::vector<TokenSource>{{texts.chats->name, 0, {std::move(chats)}}});
+  } else if (!config.data.sources.empty()) {
+    data.sources = load_sources(config, texts.sources, caches, data.tokenizer);
+    has_documents = !texts.sources.empty();
+  } else if (!texts.sources.empty() && texts.sources[0].is_one_text) {
+    all.shards.push_back(caches.empty() ? load_text(texts.sources[0], data.tokenizer)
+                                        : open_token_cache(caches[0]).tokens);
+  } else if (!texts.sources.empty()) {
+    data.sources = load_documents(texts.sources[0], caches, data.tokenizer);
+    has_documents = true;
   } else {
     all = load_shards("data.tokens", config.data.tokens);
+  }
+  if (has_documents && config.data.document_tokens == DocumentMarks::kAuto) {
+    data.document_tokens = text::document_tokens(*data.tokenizer);
+  }
+  if (data.sources == nullptr && config.data.restart_positions && config.data.separator < 0) {
+    throw ConfigError(fmt::format(
+        "{}: data.restart_positions = true with one text, which has no documents, expected "
+        "data.separator to be set",
+        config.origin("data.restart_positions")));
   }
   if (data.sources != nullptr) {
     if (config.data.mask_token >= 0) {

@@ -73,6 +73,7 @@ struct Corpus {
 std::string short_shards(const Corpus& corpus, int64_t context);
 
 struct TokenSource;  // apps/packed_samples.h
+struct ChatSource;   // apps/chats.h
 
 struct Data {
   Corpus train, val;              ///< val is empty for val_fraction = 0
@@ -83,7 +84,8 @@ struct Data {
       sources;        ///< of data.sources, data.chat or several documents; train has them too
   std::string chats;  ///< of data.chat, for the log: how many there are and are trained on
   std::string chat_template;  ///< data.chat_template, which goes with the model; or empty
-  int64_t vocab_size = 0;     ///< model.vocab, or the tokenizer's size
+  text::DocumentTokens document_tokens;  ///< around documents of texts, for data.document_tokens
+  int64_t vocab_size = 0;                ///< model.vocab, or the tokenizer's size
 };
 
 /// Texts that `data.text` names, or one of `data.sources`.
@@ -93,24 +95,33 @@ struct TextSource {
   DocumentOptions documents;  ///< how they are read
   bool is_one_text = false;   ///< a single file that is a single document
 };
-/// Those of `config`: of data.text one, of each of data.sources with files that are no shards one.
-/// Errors   InputError as `files_of_globs`
-std::vector<TextSource> text_sources(const Config& config);
-/// data.tokenizer; none for char, which the texts themselves make. ConfigError if there is no such
-/// file, InputError as load_tokenizer.
-std::shared_ptr<text::Tokenizer> open_tokenizer(const Config& config);
-/// Whether their tokens are worth keeping: not where the bytes of a file are the tokens, nor those of
-/// characters (`tokenizer` is null).
-bool needs_token_cache(const std::vector<TextSource>& sources, const text::Tokenizer* tokenizer);
+/// What a run tokenizes, and by what.
+struct Texts {
+  /// Of data.text one, of each of data.sources with files that are no shards one.
+  std::vector<TextSource> sources;
+  std::shared_ptr<const ChatSource> chats;  ///< of data.chat
+  /// data.tokenizer, with sources or chats; none for char, which the texts themselves make.
+  std::shared_ptr<text::Tokenizer> tokenizer;
+  /// Whether the tokens are worth keeping: not where the bytes of a file are the tokens, nor those of
+  /// characters.
+  bool has_caches() const;
+};
+/// Errors   ConfigError if there is no such tokenizer; InputError as `files_of_globs`, load_tokenizer
+///          and open_chats
+Texts open_texts(const Config& config);
 
 /// What the configuration names, split: of one text the last val_fraction of its tokens, of shards
 /// data.val_tokens or the last part of the last ones; with data.val_split = interleave the ends of
 /// up to 64 pieces of each. Several texts, or rows of .jsonl and .parquet, are documents
 /// (`Data::sources`), which are split by document. `caches` are of make_token_caches; without them
-/// texts are tokenized in memory.
+/// `texts` are tokenized in memory.
 /// Errors   InputError for missing or empty files and for texts, with file, line or row; ConfigError
 ///          for a vocabulary that is too small
-Data load_data(const Config& config, const std::vector<std::string>& caches = {}, int threads = 1);
+Data load_data(const Config& config, Texts texts, const std::vector<std::string>& caches,
+               int threads = 1);
+inline Data load_data(const Config& config) {
+  return load_data(config, open_texts(config), {});
+}
 
 /// Rows of a model call, row-major [B, T] each. A padded row has only ignored targets.
 struct Batch {
@@ -127,7 +138,8 @@ struct SampleOptions {
   int64_t context = 1;
   int64_t vocab_size = 1;  ///< larger ids are errors
   uint64_t seed = 0;
-  int64_t separator = -1;  ///< ends a document (as a target) and begins the next (as an input)
+  int64_t separator = -1;       ///< ends a document (as a target) and begins the next (as an input)
+  int64_t document_begin = -1;  ///< of packed documents: begins each in place of the separator
   bool restart_positions = false;
   int64_t mask_token = -1;         ///< what masked tokens become; -1: the next token is the target
   double mask_probability = 0.15;  ///< share of a row's tokens that are predicted

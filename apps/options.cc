@@ -250,12 +250,16 @@ void check_kernel_libraries(const Config& config, DeviceType device) {
   }
 }
 
-SampleOptions sample_options(const Config& config, int64_t vocab_size) {
+SampleOptions sample_options(const Config& config, const Data& data) {
   SampleOptions options;
   options.context = config.model.context;
-  options.vocab_size = vocab_size;
+  options.vocab_size = data.vocab_size;
   options.seed = static_cast<uint64_t>(config.train.seed);
   options.separator = config.data.separator;
+  if (options.separator < 0) {
+    options.separator = data.document_tokens.end;
+    options.document_begin = data.document_tokens.begin;
+  }
   options.restart_positions = config.data.restart_positions;
   options.mask_token = config.data.mask_token;
   options.mask_probability = config.data.mask_probability;

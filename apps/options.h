@@ -28,6 +28,6 @@ std::unique_ptr<optim::Optimizer> make_optimizer(const Config& config,
 optim::Schedule make_schedule(const Config& config);
 /// ConfigError, with key and library, if a key asks for a library that cannot be used on `device`.
 void check_kernel_libraries(const Config& config, DeviceType device);
-SampleOptions sample_options(const Config& config, int64_t vocab_size);
+SampleOptions sample_options(const Config& config, const Data& data);
 
 }  // namespace tessera::apps

@@ -150,10 +150,7 @@ std::shared_ptr<const std::vector<TokenSource>> load_sources(
     const Config& config, const std::vector<TextSource>& texts,
     const std::vector<std::string>& caches, std::shared_ptr<text::Tokenizer>& tokenizer) {
   auto sources = std::make_shared<std::vector<TokenSource>>();
-  if (!texts.empty()) {
-    tokenizer = open_tokenizer(config);
-    if (tokenizer == nullptr) tokenizer = char_tokenizer_of(texts);
-  }
+  if (!texts.empty() && tokenizer == nullptr) tokenizer = char_tokenizer_of(texts);
   size_t next_text = 0;
   for (const auto& [pattern, weight] : parse_sources(config.data.sources)) {
     TokenSource& source = sources->emplace_back();
@@ -180,9 +177,8 @@ std::shared_ptr<const std::vector<TokenSource>> load_sources(
 }
 
 std::shared_ptr<const std::vector<TokenSource>> load_documents(
-    const Config& config, const TextSource& text, const std::vector<std::string>& caches,
+    const TextSource& text, const std::vector<std::string>& caches,
     std::shared_ptr<text::Tokenizer>& tokenizer) {
-  tokenizer = open_tokenizer(config);
   if (tokenizer == nullptr) tokenizer = char_tokenizer_of({text});
   auto sources = std::make_shared<std::vector<TokenSource>>();
   sources->push_back(
@@ -237,15 +233,17 @@ PackedSamples::PackedSamples(std::shared_ptr<const std::vector<TokenSource>> sou
 
 void PackedSamples::fill_row(Batch& batch, int64_t row, const std::vector<Piece>& pieces) const {
   const int64_t offset = row * batch.T;
+  const int64_t begins_with =
+      options_.document_begin >= 0 ? options_.document_begin : options_.separator;
   int64_t t = 0;
   for (const Piece& piece : pieces) {
     const Source::Place at = sources_[static_cast<size_t>(piece.source)]->place(piece.document);
     const TokenArray& tokens = at.documents.tokens;
-    // Token i of the document, with the separator on both sides of it.
+    // Token i of the document, with what begins it before and the separator behind it.
     const auto token = [&](int64_t i) {
-      const bool is_inside = i >= 0 && i < at.end - at.begin;
-      return is_inside ? checked_id(tokens, at.begin + i, options_.vocab_size)
-                       : static_cast<int32_t>(options_.separator);
+      if (i < 0) return static_cast<int32_t>(begins_with);
+      return i < at.end - at.begin ? checked_id(tokens, at.begin + i, options_.vocab_size)
+                                   : static_cast<int32_t>(options_.separator);
     };
     const int64_t shift = options_.separator >= 0 ? -1 : 0;  // of an input behind its position
     const auto start = static_cast<int32_t>(t);

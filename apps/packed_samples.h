@@ -39,15 +39,15 @@ std::shared_ptr<text::Tokenizer> char_tokenizer_of(const std::vector<TextSource>
 /// Errors   InputError with file, line or row
 TokenDocuments encode_documents(const TextSource& source, const text::Tokenizer& tokenizer);
 
-/// What data.sources names: token shards, and the `texts` (text_sources), from `caches` if they are
-/// there. `tokenizer` is made (data.tokenizer) if there are texts.
+/// What data.sources names: token shards, and the `texts` (Texts::sources), from `caches` if they are
+/// there. Without a `tokenizer` that of their characters is made.
 /// Errors   InputError as files are, ConfigError for token shards without data.separator
 std::shared_ptr<const std::vector<TokenSource>> load_sources(
     const Config& config, const std::vector<TextSource>& texts,
     const std::vector<std::string>& caches, std::shared_ptr<text::Tokenizer>& tokenizer);
 /// The same of data.text with several documents.
 std::shared_ptr<const std::vector<TokenSource>> load_documents(
-    const Config& config, const TextSource& text, const std::vector<std::string>& caches,
+    const TextSource& text, const std::vector<std::string>& caches,
     std::shared_ptr<text::Tokenizer>& tokenizer);
 
 /// "source a/*.bin: 120 documents, 1.53 passes, 30.1 % of the positions", a line for each.
@@ -57,7 +57,8 @@ std::string sources_text(const PackPlan& plan, const std::vector<TokenSource>& s
 enum class SplitPart { kTrain, kVal };
 
 /// Windows of packed documents, padded at their ends. A position predicts the next token of its
-/// document, if that is a target; with a separator also the first from it and it from the last.
+/// document, if that is a target; with a separator also the first from it (or from what begins a
+/// document, if that is another token) and it from the last.
 /// Attention stays inside of a piece of a document (Batch::document_starts).
 class PackedSamples : public Samples {
  public:

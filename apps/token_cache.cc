@@ -9,8 +9,10 @@
 #include <filesystem>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <thread>
 
+#include "apps/chats.h"
 #include "apps/data/byte_stream.h"
 #include "apps/encode_documents.h"
 #include "apps/token_check.h"
@@ -28,8 +30,9 @@ namespace fs = std::filesystem;
 using nlohmann::json;
 using Clock = std::chrono::steady_clock;
 
-constexpr std::string_view kVersion = "tessera token cache 1";
-constexpr const char *kTokens = "tokens.bin", *kEnds = "ends.bin", *kRecord = "cache.json";
+constexpr std::string_view kVersion = "tessera token cache 2";
+constexpr const char *kTokens = "tokens.bin", *kEnds = "ends.bin", *kTargets = "targets.bin",
+                     *kRecord = "cache.json";
 
 std::string hex(XXH128_hash_t hash) {
   return fmt::format("{:016x}{:016x}", hash.high64, hash.low64);
@@ -55,7 +58,7 @@ struct Record {
   struct File {
     std::string path, identity, hash;
   };
-  std::string key, tokens_hash, ends_hash;
+  std::string key, tokens_hash, ends_hash, targets_hash;  // the last empty without any
   int64_t bytes_per_token = 0, num_tokens = 0, num_documents = 0;
   std::vector<File> files;
 };
@@ -70,6 +73,7 @@ json to_json(const Record& r) {
           {"documents", r.num_documents},
           {"tokens_hash", r.tokens_hash},
           {"ends_hash", r.ends_hash},
+          {"targets_hash", r.targets_hash},
           {"files", std::move(files)}};
 }
 
@@ -94,6 +98,7 @@ Record read_record(const std::string& entry) {
   record.key = text(member("key"));
   record.tokens_hash = text(member("tokens_hash"));
   record.ends_hash = text(member("ends_hash"));
+  record.targets_hash = text(member("targets_hash"));
   record.bytes_per_token = json_size(member("bytes_per_token"));
   record.num_tokens = json_size(member("tokens"));
   record.num_documents = json_size(member("documents"));
@@ -105,7 +110,7 @@ Record read_record(const std::string& entry) {
 }
 
 struct Entry {
-  std::shared_ptr<const MappedFile> tokens, ends;
+  std::shared_ptr<const MappedFile> tokens, ends, targets;
   Record record;
 };
 
@@ -124,6 +129,12 @@ Entry open_entry(const std::string& path) {
     throw InputError(fmt::format(
         "{}: {} bytes of {} tokens and {} of the ends of {} documents, expected a whole cache",
         path, entry.tokens->nbytes(), r.num_tokens, entry.ends->nbytes(), r.num_documents));
+  }
+  if (r.targets_hash.empty()) return entry;
+  entry.targets = std::make_shared<MappedFile>(path + "/" + kTargets);
+  if (entry.targets->nbytes() != r.num_tokens) {
+    throw InputError(fmt::format("{}: {} targets of {} tokens, expected a whole cache", path,
+                                 entry.targets->nbytes(), r.num_tokens));
   }
   return entry;
 }
@@ -146,7 +157,8 @@ bool is_whole(const std::string& path, const std::string& key) {
   try {
     const Entry entry = open_entry(path);
     if (entry.record.key == key && hash_of(*entry.tokens) == entry.record.tokens_hash &&
-        hash_of(*entry.ends) == entry.record.ends_hash) {
+        hash_of(*entry.ends) == entry.record.ends_hash &&
+        (entry.targets == nullptr || hash_of(*entry.targets) == entry.record.targets_hash)) {
       return true;
     }
     log_warning("{}: not what was written there: made anew", path);
@@ -193,10 +205,11 @@ std::string identity_or_throw(const std::string& path) {
   return *identity;
 }
 
-std::vector<Record::File> hash_files(const TextSource& source, const TokenCacheOptions& options) {
+std::vector<Record::File> hash_files(const std::vector<std::string>& paths,
+                                     const TokenCacheOptions& options) {
   const auto known = known_hashes(options.directory);
   std::vector<Record::File> files;
-  for (const std::string& path : source.paths) {
+  for (const std::string& path : paths) {
     Record::File file{fs::absolute(path).lexically_normal().string(), identity_or_throw(path), ""};
     const auto found = known.find(file.path + "\n" + file.identity);
     if (found != known.end()) {
@@ -212,6 +225,16 @@ std::vector<Record::File> hash_files(const TextSource& source, const TokenCacheO
   return files;
 }
 
+void add_files(Hash& hash, const std::vector<std::string>& paths,
+               const std::vector<Record::File>& files, FileFormat read_as) {
+  for (size_t i = 0; i < files.size(); ++i) {
+    // What the name says of the format; what it is called and where it lies does not matter.
+    const FileFormat format = read_as == FileFormat::kAuto ? format_of_name(paths[i]) : read_as;
+    hash.add(fmt::format("{} {} {}", static_cast<int>(format),
+                         static_cast<int>(compression_of_name(paths[i])), files[i].hash));
+  }
+}
+
 std::string key_of(const text::Tokenizer& tokenizer, const TextSource& source,
                    const std::vector<Record::File>& files) {
   Hash hash;
@@ -220,13 +243,7 @@ std::string key_of(const text::Tokenizer& tokenizer, const TextSource& source,
   const DocumentOptions& d = source.documents;
   hash.add(fmt::format("{} {} {} {}", static_cast<int>(d.invalid), static_cast<int>(d.null),
                        static_cast<int>(d.format), d.field));
-  for (size_t i = 0; i < files.size(); ++i) {
-    // What the name says of the format; what it is called and where it lies does not matter.
-    const std::string& path = source.paths[i];
-    const FileFormat format = d.format == FileFormat::kAuto ? format_of_name(path) : d.format;
-    hash.add(fmt::format("{} {} {}", static_cast<int>(format),
-                         static_cast<int>(compression_of_name(path)), files[i].hash));
-  }
+  add_files(hash, source.paths, files, d.format);
   return hash.digest();
 }
 
@@ -259,46 +276,72 @@ class NumbersFile {
   std::string block_;
 };
 
-void encode_into(const std::string& entry, const text::Tokenizer& tokenizer,
-                 const TextSource& source, const TokenCacheOptions& options, Record& record) {
-  DocumentReader reader(source.paths, source.documents);
-  NumbersFile tokens(entry + "/" + kTokens), ends(entry + "/" + kEnds);
-  const auto add = [&]<class T>(T, const std::vector<int32_t>& ids) {
-    tokens.add(std::vector<T>(ids.begin(), ids.end()));
-  };
-  int64_t last_end = 0;
-  {
-    DocumentEncoder encoder(tokenizer, reader, {.threads = options.threads});
-    while (const auto batch = encoder.next()) {
-      for (size_t i = 0; i < batch->parts.size(); ++i) {
-        const std::vector<int32_t>& ids = batch->ids[i];
-        if (record.bytes_per_token == 1) {
-          add(uint8_t{}, ids);
-        } else if (record.bytes_per_token == 2) {
-          add(uint16_t{}, ids);
-        } else {
-          add(uint32_t{}, ids);
-        }
-        record.num_tokens += static_cast<int64_t>(ids.size());
-        if (!batch->parts[i].is_last || record.num_tokens == last_end) continue;
-        last_end = record.num_tokens;
-        ends.add(std::vector<int64_t>{last_end});
-        ++record.num_documents;
-      }
-      if (options.progress) options.progress(batch->bytes_read, reader.nbytes());
+/// What is in an entry, while it is written.
+class EntryFiles {
+ public:
+  EntryFiles(const std::string& entry, Record& record, bool has_targets)
+      : record_(record), tokens_(entry + "/" + kTokens), ends_(entry + "/" + kEnds) {
+    if (has_targets) targets_.emplace(entry + "/" + kTargets);
+  }
+  void add(const std::vector<int32_t>& ids) {
+    const auto write = [&]<class T>(T) { tokens_.add(std::vector<T>(ids.begin(), ids.end())); };
+    if (record_.bytes_per_token == 1) {
+      write(uint8_t{});
+    } else if (record_.bytes_per_token == 2) {
+      write(uint16_t{});
+    } else {
+      write(uint32_t{});
     }
+    record_.num_tokens += std::ssize(ids);
   }
-  if (record.num_tokens == 0) {
+  void add_targets(const std::vector<uint8_t>& is_target) { targets_->add(is_target); }
+  /// Of a document, which is none without a token.
+  void end() {
+    if (record_.num_tokens == last_end_) return;
+    last_end_ = record_.num_tokens;
+    ends_.add(std::vector<int64_t>{last_end_});
+    ++record_.num_documents;
+  }
+  void commit() {
+    record_.tokens_hash = tokens_.commit();
+    record_.ends_hash = ends_.commit();
+    if (targets_) record_.targets_hash = targets_->commit();
+  }
+
+ private:
+  Record& record_;
+  NumbersFile tokens_, ends_;
+  std::optional<NumbersFile> targets_;
+  int64_t last_end_ = 0;
+};
+
+/// The entry of a key: as it is there, or made by `encode`.
+std::string make_entry(const std::string& key, std::vector<Record::File> files, int64_t vocab_size,
+                       const std::vector<std::string>& paths, const TokenCacheOptions& options,
+                       bool has_targets, const std::string& none,
+                       const std::function<void(EntryFiles&)>& encode) {
+  const std::string entry = options.directory + "/" + key;
+  if (is_whole(entry, key)) return entry;
+  Record record;
+  record.key = key;
+  record.files = std::move(files);
+  record.bytes_per_token = vocab_size <= 256 ? 1 : vocab_size <= 65536 ? 2 : 4;
+  make_directory_durably(entry);
+  std::error_code ignored;
+  fs::remove(entry + "/" + kRecord, ignored);  // of one that is damaged
+  EntryFiles written(entry, record, has_targets);
+  encode(written);
+  if (record.num_tokens == 0) throw InputError(none);
+  for (size_t i = 0; i < paths.size(); ++i) {
+    if (identity_of(paths[i]) == record.files[i].identity) continue;
     throw InputError(
-        fmt::format("{}: no token in {} files, expected a text", source.name, source.paths.size()));
+        fmt::format("{}: has changed while it was read, expected a file that stays", paths[i]));
   }
-  for (size_t i = 0; i < source.paths.size(); ++i) {
-    if (identity_of(source.paths[i]) == record.files[i].identity) continue;
-    throw InputError(fmt::format("{}: has changed while it was read, expected a file that stays",
-                                 source.paths[i]));
-  }
-  record.tokens_hash = tokens.commit();
-  record.ends_hash = ends.commit();
+  written.commit();
+  // A name may have any bytes.
+  write_durably(entry + "/" + kRecord,
+                to_json(record).dump(1, ' ', false, json::error_handler_t::replace) + "\n");
+  return entry;
 }
 
 /// Runs `body` on the first rank in a thread while all ranks ask each other whether it is through,
@@ -339,21 +382,51 @@ void run_on_first_rank(dist::World& world,
 
 std::string make_token_cache(const text::Tokenizer& tokenizer, const TextSource& source,
                              const TokenCacheOptions& options) {
-  Record record;
-  record.files = hash_files(source, options);
-  record.key = key_of(tokenizer, source, record.files);
-  const std::string entry = options.directory + "/" + record.key;
-  if (is_whole(entry, record.key)) return entry;
-  make_directory_durably(entry);
-  std::error_code ignored;
-  fs::remove(entry + "/" + kRecord, ignored);  // of one that is damaged
-  const int64_t num_ids = tokenizer.vocab_size();
-  record.bytes_per_token = num_ids <= 256 ? 1 : num_ids <= 65536 ? 2 : 4;
-  encode_into(entry, tokenizer, source, options, record);
-  // A name may have any bytes.
-  write_durably(entry + "/" + kRecord,
-                to_json(record).dump(1, ' ', false, json::error_handler_t::replace) + "\n");
-  return entry;
+  std::vector<Record::File> files = hash_files(source.paths, options);
+  const std::string key = key_of(tokenizer, source, files);
+  const std::string none =
+      fmt::format("{}: no token in {} files, expected a text", source.name, source.paths.size());
+  return make_entry(key, std::move(files), tokenizer.vocab_size(), source.paths, options,
+                    /*has_targets=*/false, none, [&](EntryFiles& written) {
+                      DocumentReader reader(source.paths, source.documents);
+                      DocumentEncoder encoder(tokenizer, reader, {.threads = options.threads});
+                      while (const auto batch = encoder.next()) {
+                        for (size_t i = 0; i < batch->parts.size(); ++i) {
+                          written.add(batch->ids[i]);
+                          if (batch->parts[i].is_last) written.end();
+                        }
+                        if (options.progress) options.progress(batch->bytes_read, reader.nbytes());
+                      }
+                    });
+}
+
+std::string make_chat_cache(std::shared_ptr<const text::Tokenizer> tokenizer,
+                            const ChatSource& source, const TokenCacheOptions& options) {
+  std::vector<Record::File> files = hash_files(source.paths, options);
+  Hash hash;
+  hash.add(std::string(kVersion) + " of conversations");
+  hash.add(tokenizer->to_json());
+  hash.add(source.chat_template->identity());
+  hash.add(std::string(name_of(source.train_on)));
+  add_files(hash, source.paths, files, FileFormat::kAuto);
+  const std::string none =
+      fmt::format("data.chat = {}: no token in {} files, expected a conversation", source.name,
+                  source.paths.size());
+  return make_entry(hash.digest(), std::move(files), tokenizer->vocab_size(), source.paths, options,
+                    /*has_targets=*/true, none, [&](EntryFiles& written) {
+                      ChatReader reader(source.paths, source.chat_template, tokenizer,
+                                        {.train_on = source.train_on, .threads = options.threads});
+                      Chat chat;
+                      while (reader.next(chat)) {
+                        written.add(chat.tokens.ids);
+                        written.add_targets(chat.tokens.is_trained);
+                        written.end();
+                        if (options.progress) {
+                          options.progress(reader.documents().nbytes_read(),
+                                           reader.documents().nbytes());
+                        }
+                      }
+                    });
 }
 
 TokenDocuments open_token_cache(const std::string& entry, double wait_seconds) {
@@ -377,6 +450,10 @@ TokenDocuments open_token_cache(const std::string& entry, double wait_seconds) {
   documents.ends.resize(static_cast<size_t>(r.num_documents));
   std::memcpy(documents.ends.data(), found.ends->data(), documents.ends.size() * sizeof(int64_t));
   found.ends->check();
+  if (found.targets != nullptr) {
+    documents.is_target =
+        TokenArray(found.targets, found.targets->data(), 1, r.num_tokens, found.targets->path());
+  }
   documents.begins.reserve(documents.ends.size());
   int64_t before = 0;
   for (const int64_t next : documents.ends) {
@@ -392,32 +469,29 @@ TokenDocuments open_token_cache(const std::string& entry, double wait_seconds) {
   return documents;
 }
 
-bool needs_token_caches(const Config& config, dist::World& world) {
-  bool needs_cache = false;
-  world.control().verdict([&] {
-    const std::vector<TextSource> sources = text_sources(config);
-    needs_cache = !sources.empty() && needs_token_cache(sources, open_tokenizer(config).get());
-  });
-  return world.control().max(needs_cache ? 1 : 0) != 0;
-}
-
-std::vector<std::string> make_token_caches(const Config& config, dist::World& world) {
-  const std::string directory = config.output.dir + "/token_cache";
+std::vector<std::string> make_token_caches(const Texts& texts, const std::string& directory,
+                                           dist::World& world) {
   std::vector<std::string> entries;
   run_on_first_rank(world, [&](const std::atomic<bool>& is_to_end) {
     constexpr std::chrono::seconds kPeriod{10};
-    const auto tokenizer = open_tokenizer(config);
-    for (const TextSource& source : text_sources(config)) {
-      auto last = Clock::now();
+    const auto options_of = [&](const std::string& name) {
       TokenCacheOptions options{.directory = directory, .threads = num_usable_processors()};
-      options.progress = [&](int64_t done, int64_t total) {
+      options.progress = [&is_to_end, kPeriod, name, last = Clock::now()](int64_t done,
+                                                                          int64_t total) mutable {
         if (is_to_end) throw IoError("token cache: ended with another rank");
         if (total == 0 || Clock::now() - last < kPeriod) return;
         last = Clock::now();
-        log_info("tokens of {}: {:.0f} %", source.name,
+        log_info("tokens of {}: {:.0f} %", name,
                  100.0 * static_cast<double>(done) / static_cast<double>(total));
       };
-      entries.push_back(make_token_cache(*tokenizer, source, options));
+      return options;
+    };
+    for (const TextSource& source : texts.sources) {
+      entries.push_back(make_token_cache(*texts.tokenizer, source, options_of(source.name)));
+    }
+    if (texts.chats != nullptr) {
+      entries.push_back(
+          make_chat_cache(texts.tokenizer, *texts.chats, options_of(texts.chats->name)));
     }
   });
   std::string all;
@@ -432,11 +506,11 @@ std::vector<std::string> make_token_caches(const Config& config, dist::World& wo
   return entries;
 }
 
-void remove_other_token_caches(const Config& config, const std::vector<std::string>& used) {
-  for (const std::string& path : entries_in(config.output.dir + "/token_cache")) {
+void remove_other_token_caches(const std::string& directory, const std::vector<std::string>& used) {
+  for (const std::string& path : entries_in(directory)) {
     if (std::find(used.begin(), used.end(), path) != used.end()) continue;
     std::error_code ignored;
-    for (const std::string name : {kRecord, kTokens, kEnds}) {
+    for (const std::string name : {kRecord, kTokens, kEnds, kTargets}) {
       fs::remove(path + "/" + name, ignored);
       fs::remove(path + "/" + name + ".tmp", ignored);
     }

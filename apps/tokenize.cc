@@ -85,10 +85,7 @@ int64_t separator_id(const Common& common, const text::Tokenizer& tokenizer) {
     }
     return id;
   }
-  for (const char* token : {"<|endoftext|>", "<|end_of_text|>", "</s>", "[SEP]"}) {
-    if (const int32_t id = tokenizer.id_of(token); id >= 0) return id;
-  }
-  return -1;
+  return text::document_tokens(tokenizer).end;
 }
 
 /// A line on a terminal that says how far the work is.

@@ -227,7 +227,7 @@ Trainer::Trainer(const Config& config, dist::World& world, Data data, RunDir& ru
     data_id_ = fingerprint(data_.train);
     if (is_packed) data_id_ += fmt::format(", {} for validation", config_.data.val_fraction);
     val_id_ = validation_id(is_packed ? data_.train : data_.val, config_);
-    const SampleOptions options = sample_options(config_, data_.vocab_size);
+    const SampleOptions options = sample_options(config_, data_);
     if (is_packed) {
       const double fraction = config_.data.val_fraction;
       samples_ =
@@ -421,6 +421,12 @@ void Trainer::describe() {
       grad_accum_steps_, config_.train.micro_batch, tokens_per_step_));
   const DataConfig& d = config_.data;
   if (!data_.chats.empty()) log_->print(data_.chats);
+  if (const text::DocumentTokens& marks = data_.document_tokens;
+      marks.end >= 0 && d.separator < 0) {
+    log_->print(fmt::format(
+        "documents: each begins with {} and ends with {} (data.document_tokens)",
+        shorten(data_.tokenizer->token(marks.begin)), shorten(data_.tokenizer->token(marks.end))));
+  }
   if (d.val_tokens.empty() && d.val_fraction > 0 && d.val_split == ValSplit::kTail &&
       data_.sources == nullptr) {
     log_->print(fmt::format(
@@ -936,16 +942,19 @@ TrainResult train(const Config& given, dist::World& world) {
     }
   });
   Data data;
+  Texts texts;
+  world.control().verdict([&] { texts = open_texts(config); });
   const auto load = [&](const std::vector<std::string>& caches) {
     std::vector<Fact> facts;
     world.control().verdict([&] {
-      data = load_data(config, caches, context->options().num_threads);
+      data = load_data(config, texts, caches, context->options().num_threads);
       facts = facts_of(config, data, context->device());
     });
     check_agreement(world.control(), facts);
   };
   // Tokens that are kept lie in the run's directory, which is held before they are made.
-  const bool has_cache = needs_token_caches(config, world);
+  const std::string cache_dir = config.output.dir + "/token_cache";
+  const bool has_cache = world.control().max(texts.has_caches() ? 1 : 0) != 0;
   if (!has_cache) load({});
   world.control().verdict([&] { check_trace_path(config, world.rank()); });
   RunDir run_dir(config, world);  // held until the end
@@ -990,11 +999,11 @@ TrainResult train(const Config& given, dist::World& world) {
   try {
     std::vector<std::string> caches;
     if (has_cache) {
-      caches = make_token_caches(config, world);
+      caches = make_token_caches(texts, cache_dir, world);
       load(caches);
     }
     Trainer trainer(config, world, std::move(data), run_dir, checkpoints, status, steps_done.get());
-    if (world.rank() == 0) remove_other_token_caches(config, caches);
+    if (world.rank() == 0) remove_other_token_caches(cache_dir, caches);
     set_fatal_report(fatal_report);  // only now an earlier run's status is this one's
     const TrainResult result = trainer.run();
     if (context->order_check() != nullptr) {

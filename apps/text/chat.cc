@@ -94,6 +94,10 @@ std::string ChatTemplate::prompt(const Conversation& conversation) const {
   }
 }
 
+std::string ChatTemplate::identity() const {
+  return jinja::to_json(variables_, {}) + source_;
+}
+
 std::string ChatTemplate::special_token(std::string_view name) const {
   const Value* token = variables_.dict().find(name);
   return token != nullptr && token->is_string() ? token->text() : std::string();

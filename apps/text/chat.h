@@ -75,6 +75,8 @@ class ChatTemplate {
 
   bool has_generation() const { return template_.has_generation(); }
   const std::string& source() const { return source_; }
+  /// What a conversation becomes depends on these: the source and the variables, as JSON text.
+  std::string identity() const;
   /// "eos_token" and the like as the tokenizer's files have it; empty if they do not.
   std::string special_token(std::string_view name) const;
 

@@ -38,6 +38,18 @@ std::map<std::string, std::string> read_companions(const fs::path& directory) {
   return files;
 }
 
+/// That of tokenizer_config.json; -1 if it names none that there is.
+int32_t eos_token(const Tokenizer& tokenizer) {
+  const auto files = tokenizer.files();
+  const auto found = files.find("tokenizer_config.json");
+  if (found == files.end()) return -1;
+  const auto config = nlohmann::json::parse(found->second, nullptr, /*allow_exceptions=*/false);
+  if (!config.is_object() || !config.contains("eos_token")) return -1;
+  const nlohmann::json& eos = config["eos_token"];
+  const nlohmann::json content = eos.is_object() && eos.contains("content") ? eos["content"] : eos;
+  return content.is_string() ? tokenizer.id_of(content.get<std::string>()) : -1;
+}
+
 std::unique_ptr<HfTokenizer> parse_hf(const JsonNode& root, std::string_view json) {
   return std::make_unique<HfTokenizer>(root, std::string(json));
 }
@@ -57,6 +69,23 @@ const std::vector<AddedToken>& Tokenizer::added_tokens() const {
 
 size_t Tokenizer::next_cut(std::string_view text, size_t) const {
   return text.size();
+}
+
+DocumentTokens document_tokens(const Tokenizer& tokenizer) {
+  DocumentTokens tokens;
+  for (const char* name : {"<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>",
+                           "<\uff5cend\u2581of\u2581sentence\uff5c>", "[SEP]"}) {
+    if (tokens.end < 0) tokens.end = tokenizer.id_of(name);
+  }
+  if (tokens.end < 0) tokens.end = eos_token(tokenizer);
+  // A text of [CLS] and [SEP], or of a token of the beginning and perhaps one of the end.
+  const std::vector<int32_t> around = tokenizer.encode("", {.add_special_tokens = true});
+  if (around.empty() || around.front() == tokens.end) {
+    tokens.begin = tokens.end;
+  } else {
+    tokens.begin = around.front();
+  }
+  return tokens;
 }
 
 std::string decode_generated(const Tokenizer& tokenizer, const std::vector<int32_t>& ids) {

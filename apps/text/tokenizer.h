@@ -70,6 +70,15 @@ class Tokenizer {
   virtual std::map<std::string, std::string> hf_files() const = 0;
 };
 
+/// What models of a tokenizer see around a document; -1: nothing.
+struct DocumentTokens {
+  int32_t begin = -1, end = -1;
+};
+/// `end` is the token that usually ends a text (<|endoftext|>, </s> ...), which a conversation's end
+/// of a turn is not; else the eos_token of tokenizer_config.json. `begin` is what the post-processor
+/// puts before a text; `end` where it puts nothing there.
+DocumentTokens document_tokens(const Tokenizer& tokenizer);
+
 /// What a model has generated as text: an id that no token has (the model's vocabulary may be padded
 /// to a larger one) becomes U+FFFD.
 std::string decode_generated(const Tokenizer& tokenizer, const std::vector<int32_t>& ids);

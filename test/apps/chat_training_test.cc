@@ -75,8 +75,8 @@ TEST_CASE("chat training: the loss is the mean over the trained tokens of the wh
   const TempDir dir;
   const Config config = chat_config(dir);
   const Data data = load_data(config);
-  const PackedSamples samples(data.sources, sample_options(config, data.vocab_size),
-                              config.data.val_fraction, SplitPart::kTrain);
+  const PackedSamples samples(data.sources, sample_options(config, data), config.data.val_fraction,
+                              SplitPart::kTrain);
   const Batch batch = samples.batch(0, 8);
   // Rows of different numbers of targets, so that a mean of means is another number.
   std::vector<int64_t> counts;
@@ -132,7 +132,7 @@ TEST_CASE("chat training: an epoch has each conversation once, apart from those 
   const TempDir dir;
   const Config config = chat_config(dir);
   const Data data = load_data(config);
-  const SampleOptions options = sample_options(config, data.vocab_size);
+  const SampleOptions options = sample_options(config, data);
   std::map<std::string, int> found;
   int64_t num_val = 0;
   for (const SplitPart part : {SplitPart::kTrain, SplitPart::kVal}) {

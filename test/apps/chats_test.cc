@@ -5,6 +5,7 @@
 #include "apps/config.h"
 #include "apps/packed_samples.h"
 #include "apps/tokenize.h"
+#include "test/golden/golden.h"
 #include "test/temp_dir.h"
 #include "test/testing.h"
 
@@ -60,6 +61,19 @@ std::vector<std::string> learned(const Place& place, const ChatReaderOptions& op
   return all;
 }
 
+struct Loaded {
+  TokenDocuments documents;
+  std::string summary;
+};
+Loaded load_chats(const Config& config, const std::string& dir) {
+  const ChatSource source = open_chats(config, dir);
+  Loaded loaded;
+  loaded.documents = encode_chats(source, bytes(), 1);
+  loaded.summary =
+      fit_chats(loaded.documents, source, config.model.context, config.data.long_chats);
+  return loaded;
+}
+
 }  // namespace
 
 TEST_CASE("chats: rows of each shape come in order, whatever the number of threads", "[chats]") {
@@ -79,6 +93,32 @@ TEST_CASE("chats: rows of each shape come in order, whatever the number of threa
   const auto expected = learned(place, {});
   CHECK(expected.size() == 2004);
   CHECK(learned(place, {.threads = 3}) == expected);
+}
+
+TEST_CASE("chats: rows of Parquet are those of JSON lines", "[chats]") {
+  const std::string folder = testing::golden_dir() + "/parquet/chats.";
+  const std::string with_tools =
+      "{% if tools %}{{ tools | tojson }}\n{% endif %}" + std::string(kTemplate);
+  const testing::TempDir dir;
+  const auto chat_template = std::make_shared<const text::ChatTemplate>(
+      text::load_chat_template("", dir.write("t.jinja", with_tools)));
+  std::vector<std::string> texts, places;
+  for (const char* kind : {"jsonl", "parquet"}) {
+    ChatReader reader({folder + kind}, chat_template, bytes(), {});
+    std::string all;
+    Chat chat;
+    while (reader.next(chat)) {
+      all += fmt::format("{}|", chat.rendered.text);
+      for (const uint8_t is_trained : chat.tokens.is_trained) all += is_trained ? '1' : '0';
+      places.push_back(chat.where.substr(folder.size()));
+    }
+    texts.push_back(std::move(all));
+  }
+  CHECK(texts[0].find("adds 3") != std::string::npos);
+  CHECK(texts[0] == texts[1]);
+  REQUIRE(places.size() == 18);
+  CHECK(places[1] == "jsonl: line 2");
+  CHECK(places[10] == "parquet: row 2");
 }
 
 TEST_CASE("chats: an error names the file and the row, and rows before it come", "[chats]") {
@@ -166,16 +206,16 @@ TEST_CASE("chats: one that is too long is cut or dropped, and is counted", "[cha
   const Place place(row("q", "a") + row("q", std::string(90, 'b')) +
                     row(std::string(99, 'q'), "c"));
   Config config = place.config();
-  const auto load = [&] { return load_chats(config, bytes(), place.dir.path()); };
-  const auto lengths = [](const LoadedChats& chats) {
-    const TokenDocuments& documents = chats.sources->at(0).shards.at(0);
+  const auto load = [&] { return load_chats(config, place.dir.path()); };
+  const auto lengths = [](const Loaded& chats) {
+    const TokenDocuments& documents = chats.documents;
     std::vector<int64_t> numels;
     for (size_t i = 0; i < documents.begins.size(); ++i) {
       numels.push_back(documents.ends[i] - documents.begins[i]);
     }
     return numels;
   };
-  LoadedChats chats = load();
+  Loaded chats = load();
   CHECK(lengths(chats) == std::vector<int64_t>{22, 101});
   CHECK(chats.summary ==
         "chats: 3 conversations of 1 files, 2 of them trained on: 123 tokens, 85 learned; 2 longer "
@@ -211,10 +251,11 @@ TEST_CASE("chats: what is trained on decides which tokens are targets", "[chats]
   };
   for (const auto& [on, expected] : kCases) {
     config.data.train_on = on;
-    const LoadedChats chats = load_chats(config, bytes(), place.dir.path());
+    const auto sources = std::make_shared<const std::vector<TokenSource>>(
+        std::vector<TokenSource>{{"chats", 0, {load_chats(config, place.dir.path()).documents}}});
     SampleOptions options;
     options.context = 100, options.vocab_size = 256, options.restart_positions = true;
-    const PackedSamples samples(chats.sources, options, 0, SplitPart::kTrain);
+    const PackedSamples samples(sources, options, 0, SplitPart::kTrain);
     REQUIRE(samples.num_samples() == 1);
     std::string found;
     for (const int32_t id : samples.batch(0, 1).targets) {
@@ -229,7 +270,9 @@ TEST_CASE("chats: the template is that of the setting, else of the tokenizer", "
   const Place place(row("q", "a"));
   const testing::TempDir other;
   Config config = place.config();
-  const auto load = [&](const std::string& dir) { return load_chats(config, bytes(), dir); };
+  const auto load = [&](const std::string& dir) {
+    return load_chats(config, dir).documents.tokens.num_tokens();
+  };
   const std::string none =
       ": no chat template, expected chat_template.jinja or a chat_template in "
       "tokenizer_config.json";
@@ -238,10 +281,10 @@ TEST_CASE("chats: the template is that of the setting, else of the tokenizer", "
       other.write("t.jinja", "{{ messages[0].content }}>{{ messages[1].content }}{{ eos_token }}");
   config.data.train_on = text::TrainOn::kAll;
   // Its tokens are those of the tokenizer.
-  CHECK(load(place.dir.path()).sources->at(0).shards.at(0).tokens.num_tokens() == 4);
-  CHECK(load("").sources->at(0).shards.at(0).tokens.num_tokens() == 3);
+  CHECK(load(place.dir.path()) == 4);
+  CHECK(load("") == 3);
   config.data.chat_template = place.dir.path();
-  CHECK(load("").sources->at(0).shards.at(0).tokens.num_tokens() == 22);
+  CHECK(load("") == 22);
   config.data.chat_template = other / "missing";
   CHECK(error_of([&] { load(place.dir.path()); }).starts_with(other / "missing"));
 }

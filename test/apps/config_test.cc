@@ -201,7 +201,7 @@ TEST_CASE("config: what is wrong is named with key, place and what is allowed", 
        "f.toml:3: data.separator = 3 with data.chat, expected none: its template says what ends a "
        "conversation"},
       {"[data]\nrestart_positions = true",
-       {kText},
+       {"--data.tokens=y", "--model.vocab=9"},
        "f.toml:2: data.restart_positions = true, expected data.separator to be set"},
       {"[sample]\ntokens = 5",
        {"--data.tokens=y", "--model.vocab=9"},

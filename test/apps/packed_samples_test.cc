@@ -79,6 +79,18 @@ TEST_CASE("packed samples: rows have documents side by side, each with its separ
   CHECK(batch.num_valid == 8);
 }
 
+TEST_CASE("packed samples: what begins a document may be another token than what ends it",
+          "[packed]") {
+  SampleOptions o = options(10);
+  o.document_begin = 8;
+  const PackedSamples samples(list({source_of({9, 1, 2, 3, 9, 5, 6})}), o, 0, SplitPart::kTrain);
+  REQUIRE(samples.num_samples() == 1);
+  const Batch batch = samples.batch(0, 1);
+  CHECK(batch.inputs == std::vector<int32_t>{8, 1, 2, 3, 8, 5, 6, 0, 0, 0});
+  const int32_t none = kIgnoredTarget;
+  CHECK(batch.targets == std::vector<int32_t>{1, 2, 3, 9, 5, 6, 9, none, none, none});
+}
+
 TEST_CASE("packed samples: without a separator a document predicts its own tokens alone",
           "[packed]") {
   TokenSource source = source_of({9, 1, 2, 3, 4, 9, 5, 9, 6, 7});

@@ -107,6 +107,10 @@ class Runs:
             file.write(open(lines, "rb").read().replace(b"line 4 ", b"line \xff ", 1))
         tokenizer = self.write("tokenizer.json", json.dumps(
             {"type": "char", "chars": sorted(set(open(self.text).read()), reverse=True)}))
+        vocab = ["?", "</s>", *sorted(set(open(lines).read()))]
+        ending = self.write("ending.json", json.dumps(
+            {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "."}, "behavior": "Isolated", "invert": False},
+             "model": {"type": "WordLevel", "unk_token": "?", "vocab": {c: i for i, c in enumerate(vocab)}}}))
         chats = [[f"{i}", f"{i * i}", "x" * (i % 5 + 1), "long " * 6 if i % 5 == 0 else f"{i % 7}"]
                  for i in range(60)]
         turn = "{% for m in messages %}%s{{ m.content }}{{ '!' if m.role == 'user' else '$' }}{% endfor %}"
@@ -114,7 +118,8 @@ class Runs:
                       "OTHER_CHATS": self.chats("other.jsonl", chats[30:]),
                       "CHAT_TEMPLATE": self.write("chat.jinja", turn.replace("%s", "")),
                       "OTHER_TEMPLATE": self.write("other.jinja", turn.replace("%s", ":")),
-                      "LINES": lines, "BROKEN": broken, "TOKENIZER": tokenizer, "TEXT": self.text, "OTHER": self.other_text, "A": self.path("a.bin"),
+                      "LINES": lines, "BROKEN": broken, "TOKENIZER": tokenizer, "ENDING": ending,
+                      "TEXT": self.text, "OTHER": self.other_text, "A": self.path("a.bin"),
                       "B": self.path("b.bin"), "SAME": self.path("same.bin"), "HF": self.path("hf"),
                       "HF_GPT2": self.path("hf_gpt2"), "SOURCE": self.path("source")}
         os.makedirs(self.path("source"))
@@ -407,6 +412,8 @@ ROWS = [
     Row("data.separator", 32, other_numbers, {"data.restart_positions": "true"}),
     # ALiBi knows distances alone: what is seen is the mask.
     Row("data.separator", 32, other_numbers, {"model.kind": "bloom"}),
+    Row("data.document_tokens", "none", other_numbers,
+        {"data.text": "@LINES@", "data.tokenizer": "@ENDING@"}),
     Row("data.mask_token", 1, other_numbers, BERT),
     Row("data.mask_probability", 0.4, other_numbers, BERT),
     Row("data.separator", 32, other_numbers, {"model.kind": "bloom", "data.restart_positions": "true"}),

@@ -9,6 +9,7 @@
 #include <set>
 
 #include "apps/checkpoint_command.h"
+#include "apps/options.h"
 #include "apps/packed_samples.h"
 #include "apps/saved_model.h"
 #include "test/apps/runs.h"
@@ -119,6 +120,26 @@ TEST_CASE("texts: documents with a tokenizer of one's own, tokenized once for al
     }
   }
   CHECK(load_model(dir / "own").tokenizer->name() == "WordLevel");
+  // Each document ends with the tokenizer's end, and begins behind it.
+  Data data = load_data(config({}));
+  CHECK(data.document_tokens.begin == 26);
+  CHECK(data.document_tokens.end == 26);
+  const SampleOptions options = sample_options(config({}), data);
+  const PackedSamples samples(data.sources, options, 0, SplitPart::kTrain);
+  const auto count = [&](const std::vector<int32_t>& ids) {
+    return std::count(ids.begin(), ids.end(), 26);
+  };
+  int64_t num_begun = 0, num_ended = 0;
+  for (int64_t i = 0; i < samples.num_samples(); ++i) {
+    const Batch batch = samples.batch(i, 1);
+    num_begun += count(batch.inputs), num_ended += count(batch.targets);
+  }
+  CHECK(num_begun >= 70);
+  CHECK(num_begun == num_ended);
+  // A token of their own instead, or none.
+  CHECK(sample_options(config({"--data.separator=3"}), data).separator == 3);
+  CHECK(sample_options(config({"--data.separator=3"}), data).document_begin == -1);
+  CHECK(load_data(config({"--data.document_tokens=none"})).document_tokens.end == -1);
   // Again: the same tokens, which are not made again; the same losses.
   const auto expected = losses(dir / "out");
   train_on(3, config({"--output.overwrite=true", "--train.global_batch=6"}));

@@ -5,6 +5,7 @@
 #include <filesystem>
 #include <fstream>
 
+#include "apps/chats.h"
 #include "test/temp_dir.h"
 #include "test/testing.h"
 
@@ -57,10 +58,7 @@ TEST_CASE("token cache: has the documents' tokens, each by the size of the vocab
   const TextSource texts = source_of(
       {dir.write("a.jsonl", "{\"text\": \"one two\"}\n{\"text\": \"\"}\n{\"text\": \"three x\"}\n"),
        dir.write("b.txt", "two")});
-  const auto words = text::parse_tokenizer(
-      R"({"pre_tokenizer": {"type": "WhitespaceSplit"}, "model": {"type": "WordLevel",
-          "unk_token": "?", "vocab": {"?": 0, "one": 1, "two": 300, "three": 3}}})",
-      "t");
+  const auto words = text::parse_tokenizer(kWords, "t");
   const std::string entry = make_token_cache(*words, texts, {.directory = dir / "cache"});
   const TokenDocuments found = open_token_cache(entry);
   CHECK(found.tokens.is_mapped());
@@ -108,6 +106,62 @@ TEST_CASE("token cache: what is there whole is used, whatever the files are call
   CHECK(ids_of(open_token_cache(changed)) == std::vector<std::vector<int64_t>>{{300, 1}});
 }
 
+TEST_CASE("token cache: has conversations with what is learned of them", "[token_cache]") {
+  const TempDir dir;
+  const auto source_with = [&](std::string_view behind, text::TrainOn on) {
+    const std::string text = fmt::format(
+        "{{% for m in messages %}}{{{{ m.role }}}}: {{{{ m.content }}}}{}{{% endfor %}}"
+        "{{% if add_generation_prompt %}}assistant: {{% endif %}}",
+        behind);
+    ChatSource source{"chats", {dir / "a.jsonl"}, nullptr, on};
+    source.chat_template = std::make_shared<const text::ChatTemplate>(
+        text::load_chat_template("", dir.write("t.jinja", text)));
+    return source;
+  };
+  dir.write("a.jsonl",
+            "{\"prompt\": \"1 + 1\", \"completion\": \"2\"}\n" +
+                (R"({"prompt": "q", "completion": ")" + std::string(300, 'a') + "\"}\n"));
+  const std::shared_ptr<const text::Tokenizer> byte = text::make_byte_tokenizer();
+  const ChatSource source = source_with("$", text::TrainOn::kAssistant);
+  const TokenCacheOptions options{.directory = dir / "cache", .threads = 2};
+  const std::string entry = make_chat_cache(byte, source, options);
+  const TokenDocuments found = open_token_cache(entry), expected = encode_chats(source, byte, 1);
+  CHECK(found.tokens.is_mapped());
+  CHECK(found.is_target.is_mapped());
+  REQUIRE(found.count() == 2);
+  CHECK(ids_of(found) == ids_of(expected));
+  REQUIRE(found.is_target.num_tokens() == found.tokens.num_tokens());
+  int64_t num_learned = 0;
+  for (int64_t i = 0; i < found.tokens.num_tokens(); ++i) {
+    CHECK(found.is_target[i] == expected.is_target[i]);
+    num_learned += found.is_target[i];
+  }
+  CHECK(num_learned == 2 + 301);
+  // There it is used; another template, or other tokens to learn, are another entry.
+  const ino_t before = inode_of(entry + "/tokens.bin");
+  CHECK(make_chat_cache(byte, source, options) == entry);
+  CHECK(inode_of(entry + "/tokens.bin") == before);
+  CHECK(make_chat_cache(byte, source_with("!", text::TrainOn::kAssistant), options) != entry);
+  CHECK(make_chat_cache(byte, source_with("$", text::TrainOn::kAll), options) != entry);
+  CHECK(num_entries(dir / "cache") == 3);
+  // What is damaged is made anew.
+  const std::string whole = read_file(entry + "/targets.bin");
+  for (const std::string& damaged : {whole.substr(1), std::string(whole.size(), '\1')}) {
+    dir.write("cache/" + fs::path(entry).filename().string() + "/targets.bin", damaged);
+    CHECK(make_chat_cache(byte, source, options) == entry);
+    CHECK(read_file(entry + "/targets.bin") == whole);
+  }
+  // A row that is no conversation is named, and leaves nothing to use.
+  dir.write("a.jsonl", "{\"prompt\": \"q\"}\n");
+  CHECK(error_of([&] {
+          make_chat_cache(byte, source, options);
+        }).starts_with(dir / "a.jsonl" + ": line 1: "));
+  for (const auto& each : fs::directory_iterator(dir / "cache")) {
+    if (fs::exists(each.path() / "cache.json")) continue;
+    CHECK_FALSE(error_of([&] { open_token_cache(each.path(), 0); }).empty());
+  }
+}
+
 TEST_CASE("token cache: what is not whole is made anew", "[token_cache]") {
   const TempDir dir;
   const auto words = text::parse_tokenizer(kWords, "t");
@@ -138,7 +192,7 @@ TEST_CASE("token cache: what is not whole is made anew", "[token_cache]") {
       [&] { flip(ends, 0); },
       [&] { std::ofstream(record) << "{"; },
       [&] { std::ofstream(record) << "{\"format\": 7}"; },
-      [&] { replace("token cache 1", "token cache 0"); },
+      [&] { replace("token cache 2", "token cache 1"); },
       [&] { replace("\"bytes_per_token\": 2", "\"bytes_per_token\": 0"); },
       [&] { replace(fs::path(entry).filename().string(), std::string(32, '0')); }};
   for (size_t i = 0; i < damages.size(); ++i) {

@@ -735,7 +735,7 @@ TEST_CASE("trainer: who ends a run waits for no evaluation, on whichever rank it
       const auto model = make_model(config.model, data.vocab_size);
       const auto fsdp = dist::fully_shard(*model, world);
       fsdp->initialize(1);
-      const EvalSamples samples(data.val, sample_options(config, data.vocab_size));
+      const EvalSamples samples(data.val, sample_options(config, data));
       if (samples.num_samples() < 12) throw Error("too few samples for this test");
       const auto evaluate_until = [&](int last) {
         return evaluate(*model, *fsdp, world, samples, config.train, [&, n = 0]() mutable {

@@ -13,6 +13,7 @@
 #include "apps/text/work.h"
 #include "core/files.h"
 #include "core/utf8.h"
+#include "test/temp_dir.h"
 #include "test/testing.h"
 
 using namespace tessera;
@@ -546,6 +547,36 @@ TEST_CASE("text: a token that is part of a character waits for the rest of it", 
   CHECK(stream.add(0xc3) == "");
   CHECK(stream.finish() == "\xc3");
   CHECK(stream.finish() == "");
+}
+
+TEST_CASE("text: documents stand between the tokens that models of the tokenizer know", "[text]") {
+  const auto with = [](std::string_view vocab, std::string_view rest, std::string_view config) {
+    const tessera::testing::TempDir dir;
+    dir.write("tokenizer.json", fmt::format(R"({{"model": {{"type": "WordLevel", "unk_token": "?",
+                                "vocab": {{"?": 0, {}}}}}{}}})",
+                                            vocab, rest));
+    if (!config.empty()) dir.write("tokenizer_config.json", std::string(config));
+    const DocumentTokens tokens = document_tokens(*load_tokenizer(dir.path()));
+    return std::pair(tokens.begin, tokens.end);
+  };
+  using Pair = std::pair<int32_t, int32_t>;
+  constexpr std::string_view kBegins =
+      R"(, "post_processor": {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<s>",
+         "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}], "pair": [], "special_tokens":
+         {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}}})";
+  CHECK(with(R"("a": 1)", "", "") == Pair(-1, -1));
+  CHECK(with(R"("<|endoftext|>": 1)", "", "") == Pair(1, 1));
+  CHECK(with(R"("<s>": 1, "</s>": 2)", kBegins, "") == Pair(1, 2));
+  // The end of a turn ends no document; nothing else is known there.
+  CHECK(with(R"("<|im_end|>": 1, "<|endoftext|>": 2)", "", R"({"eos_token": "<|im_end|>"})") ==
+        Pair(2, 2));
+  CHECK(with(R"("a": 1, "b": 2)", "", R"({"eos_token": {"content": "b"}})") == Pair(2, 2));
+  CHECK(with(R"("a": 1)", "", R"({"eos_token": "c"})") == Pair(-1, -1));
+  CHECK(with(R"("a": 1)", "", R"({"eos_token": null})") == Pair(-1, -1));
+  CHECK(with(R"("a": 1)", "", "no JSON") == Pair(-1, -1));
+  const DocumentTokens byte = document_tokens(*make_byte_tokenizer());
+  CHECK(byte.end == -1);
+  CHECK(byte.begin == -1);
 }
 
 TEST_CASE("text: an id between tokens is one that no token has", "[text]") {
