@@ -9,6 +9,7 @@
 #include <chrono>
 #include <ctime>
 #include <filesystem>
+#include <functional>
 #include <thread>
 
 #include "apps/chats.h"
@@ -267,36 +268,41 @@ void show(const Common& common, const std::string& template_path, ChatReaderOpti
   show_chats(reader, options, out);
 }
 
+void run_in_threads(int threads, const std::function<void()>& work) {
+  std::vector<std::thread> helpers;
+  for (int i = 1; i < threads; ++i) helpers.emplace_back(work);
+  work();
+  for (auto& helper : helpers) helper.join();
+}
+
 /// Encodes a text with several threads, each a part at a time; the number of ids.
 int64_t encode_in_parts(const text::Tokenizer& tokenizer, std::string_view text, int threads) {
+  constexpr size_t kPartNbytes = 256 << 10;  // threads end at about the same time
   std::vector<std::string_view> parts;
   for (size_t at = 0; at < text.size();) {
-    const size_t end = threads == 1
-                           ? text.size()
-                           : tokenizer.next_cut(text, std::min(text.size(), at + (1 << 20)));
+    const size_t end = tokenizer.next_cut(text, std::min(text.size(), at + kPartNbytes));
     parts.push_back(text.substr(at, end - at));
     at = end;
   }
   std::atomic<size_t> next = 0;
   std::atomic<int64_t> count = 0;
-  const auto work = [&] {
+  run_in_threads(threads, [&] {
     std::vector<int32_t> ids;
     for (size_t i = next++; i < parts.size(); i = next++) {
       ids.clear();
       tokenizer.encode(parts[i], ids);
       count += static_cast<int64_t>(ids.size());
     }
-  };
-  std::vector<std::thread> helpers;
-  for (int i = 1; i < threads; ++i) helpers.emplace_back(work);
-  work();
-  for (auto& helper : helpers) helper.join();
+  });
   return count;
 }
 
 void bench(const Common& common, const std::string& warm_up, std::FILE* out) {
   const auto tokenizer = load(common);
-  if (!warm_up.empty()) tokenizer->encode(MappedFile(warm_up).text());
+  if (!warm_up.empty()) {
+    const MappedFile file(warm_up);
+    run_in_threads(common.threads, [&] { tokenizer->encode(file.text()); });
+  }
   for (const std::string& path : common.files) {
     const std::string text(MappedFile(path).text());
     const std::clock_t cpu = std::clock();
