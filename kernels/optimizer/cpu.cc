@@ -1,6 +1,7 @@
 // Optimizer updates on the CPU: one pass over each byte. The shard is cut into pieces of a fixed
 // size; a piece finds the segments that it meets, so that a few large or many small ones spread
-// over the threads alike.
+// over the threads alike. What a loop has stored it does not load again: a load of 64 bytes waits
+// until they are in the cache.
 
 #include <algorithm>
 #include <bit>
@@ -10,7 +11,7 @@
 
 #include "core/check.h"
 #include "kernels/elementwise/row_io.h"
-#include "kernels/optimizer/dynamic_map.h"
+#include "kernels/optimizer/code_table.h"
 #include "kernels/optimizer/kernel.h"
 #include "kernels/optimizer/rounding.h"
 #include "kernels/random/words.h"
@@ -109,70 +110,49 @@ struct AdamWFactors {
   float root2, beta1, beta2, weight1, weight2, eps;
 };
 
-/// Finds codes without a search: the leading bits of a scaled value say between which two codes it
-/// is at most, and one comparison decides.
-class CodeTable {
- public:
-  explicit CodeTable(const DynamicMap& map) : map_(map), codes_(2 * kCells) {
-    const auto below = [&](float x) {  // thresholds below x
-      return std::lower_bound(map.thresholds.begin(), map.thresholds.end(), x) -
-             map.thresholds.begin();
-    };
-    for (uint32_t cell = 0; cell < kCells; ++cell) {
-      // The cell's magnitudes are in [low, high]; those of the first reach down to 0.
-      const float low = cell == 0 ? 0 : std::bit_cast<float>((cell + kFirst) << kShift);
-      const float high = std::bit_cast<float>(((cell + kFirst + 1) << kShift) - 1);
-      const auto add = [&](uint32_t at, float least, float largest) {
-        TESSERA_CHECK_AS(InternalError, below(largest) - below(least) <= 1,
-                         "CodeTable: more than one code begins between {} and {}", least, largest);
-        codes_[at] = static_cast<uint8_t>(below(least));
-      };
-      add(cell, low, high);
-      add(cell + kCells, -high, -low);
-    }
-  }
-
-  void decode(float* values, const uint8_t* codes, float absmax, int64_t count) const {
-    for (int64_t i = 0; i < count; ++i) values[i] = map_.values[codes[i]] * absmax;
-  }
-
-  /// The scale, after the codes of `values` have been written.
-  float encode(uint8_t* codes, const float* values, int64_t count) const {
-    float absmax = 0, poison = 0;
-#pragma omp simd reduction(max : absmax) reduction(+ : poison)
-    for (int64_t i = 0; i < count; ++i) {
-      absmax = std::max(absmax, std::abs(values[i]));
-      poison += values[i] * 0.0f;  // not a number if one of them is none, or infinite
-    }
-    if (!(poison == 0)) absmax = std::numeric_limits<float>::quiet_NaN();
-    if (!(absmax > 0)) {
-      std::fill(codes, codes + count, uint8_t{0});
-      return absmax;
-    }
-    const float inverse = 1 / absmax;
-    float scaled[kStateBlock];
-#pragma omp simd
-    for (int64_t i = 0; i < count; ++i) {
-      const float x = values[i] * inverse;  // not a number: 0 times the inverse of a subnormal one
-      scaled[i] = x > -1 ? (x < 1 ? x : 1.0f) : -1.0f;
-    }
-    for (int64_t i = 0; i < count; ++i) {
-      const auto bits = std::bit_cast<uint32_t>(scaled[i]);
-      const uint32_t magnitude = std::max((bits & 0x7fffffffu) >> kShift, kFirst) - kFirst;
-      const uint8_t code = codes_[magnitude + (bits >> 31) * kCells];
-      codes[i] = static_cast<uint8_t>(code + (scaled[i] > map_.thresholds[code]));
-    }
-    return absmax;
-  }
-
- private:
-  static constexpr uint32_t kShift = 15;                     // 8 bits of the significand stay
-  static constexpr uint32_t kFirst = 0x33800000u >> kShift;  // of 2^-24, below every threshold
-  static constexpr uint32_t kCells = (0x3f800000u >> kShift) - kFirst + 1;
-
-  const DynamicMap& map_;
-  std::vector<uint8_t> codes_;  // a cell's lower code; of negative values behind those of positive
+/// The largest magnitudes of a block; not a number if a value is not finite.
+struct BlockScales {
+  float m, v;
 };
+
+/// AdamW of a block whose moments were decoded.
+BlockScales update_block(const AdamWFactors& factors, const AdamWFactors::OfSegment& segment,
+                         float scale, float* master, float* m, float* v, const float* grad,
+                         int64_t count) {
+  using tessera::cpu::broadcast, tessera::cpu::fused_multiply_add;
+  using Lanes = tessera::cpu::Vector<float>;
+  const Lanes beta1 = broadcast(factors.beta1), beta2 = broadcast(factors.beta2);
+  const Lanes weight1 = broadcast(factors.weight1), weight2 = broadcast(factors.weight2);
+  const Lanes root2 = broadcast(factors.root2), eps = broadcast(factors.eps), zero{};
+  const Lanes keep = broadcast(segment.keep), step_size = broadcast(segment.step_size);
+  Lanes m_most{}, v_most{}, m_poison{}, v_poison{};
+  tessera::cpu::for_lanes<float>(count, [&](int64_t i, auto lanes) {
+    const Lanes g = tessera::cpu::load_lanes<float>(grad + i, lanes) * scale;
+    // One rounding each, said and not left to the compiler: a last bit more or less moves codes, and
+    // what they stand for is what the next step begins with.
+    const Lanes first =
+        fused_multiply_add(weight1, g, beta1 * tessera::cpu::load_lanes<float>(m + i, lanes));
+    const Lanes second =
+        fused_multiply_add(weight2 * g, g, beta2 * tessera::cpu::load_lanes<float>(v + i, lanes));
+    // Rounded before the update, as PyTorch does it.
+    const Lanes kept =
+        fused_multiply_add(keep, tessera::cpu::load_lanes<float>(master + i, lanes), zero);
+    const Lanes divisor = fused_multiply_add(tessera::cpu::sqrt_lanes<float>(second), root2, eps);
+    tessera::cpu::store_lanes<float>(master + i, kept - step_size * first / divisor, lanes);
+    tessera::cpu::store_lanes<float>(m + i, first, lanes);
+    tessera::cpu::store_lanes<float>(v + i, second, lanes);
+    const Lanes magnitude = tessera::cpu::abs_of<float>(first);
+    m_most = magnitude > m_most ? magnitude : m_most;
+    v_most = second > v_most ? second : v_most;
+    m_poison += first * 0.0f;  // not a number if one of them is none, or infinite
+    v_poison += second * 0.0f;
+  });
+  constexpr float kNotANumber = std::numeric_limits<float>::quiet_NaN();
+  return {tessera::cpu::sum_lanes<float>(m_poison) == 0 ? tessera::cpu::max_lanes<float>(m_most)
+                                                        : kNotANumber,
+          tessera::cpu::sum_lanes<float>(v_poison) == 0 ? tessera::cpu::max_lanes<float>(v_most)
+                                                        : kNotANumber};
+}
 
 }  // namespace
 
@@ -190,44 +170,35 @@ void adamw_step(const AdamWStep& p) {
 #pragma omp simd
     for (int64_t i = 0; i < count; ++i) {
       const float g = grad[i] * scale;
-      m[i] += weight1 * (g - m[i]);
-      v[i] = beta2 * v[i] + weight2 * g * g;
-      master[i] = keep * master[i] - step_size * m[i] / (std::sqrt(v[i]) * root2 + eps);
+      const float first = m[i] + weight1 * (g - m[i]);
+      const float second = beta2 * v[i] + weight2 * g * g;
+      master[i] = keep * master[i] - step_size * first / (std::sqrt(second) * root2 + eps);
+      m[i] = first;
+      v[i] = second;
     }
     store_low(p, offset, count, segment);
   });
 }
 
 void adamw_8bit_step(const AdamW8bitStep& p) {
-  static const CodeTable kSigned(dynamic_map(true)), kUnsigned(dynamic_map(false));
+  static const CodeTable kSigned(true), kUnsigned(false);
   const AdamWFactors factors(p);
-  const float root2 = factors.root2, beta1 = factors.beta1, beta2 = factors.beta2;
-  const float weight1 = factors.weight1, weight2 = factors.weight2, eps = factors.eps;
   const float scale = scale_of(p);
   for_segments(p, [&](int64_t begin, int64_t run, int64_t segment) {
-    const auto [keep, step_size] = factors.of_segment(p, segment);
+    const auto of_segment = factors.of_segment(p, segment);
     float buffer[kPieceCols], m[kStateBlock], v[kStateBlock];
     const float* const grads = load_piece(buffer, p.grad, p.grad_dtype, begin, 1, run);
     for (int64_t first = 0; first < run; first += kStateBlock) {
       const int64_t offset = begin + first, count = std::min(kStateBlock, run - first);
       const int64_t block = offset / kStateBlock;
-      const float* __restrict grad = grads + first;
-      float* __restrict master = p.master + offset;
       kSigned.decode(m, p.exp_avg + offset, p.exp_avg_absmax[block], count);
       kUnsigned.decode(v, p.exp_avg_sq + offset, p.exp_avg_sq_absmax[block], count);
-#pragma omp simd
-      for (int64_t i = 0; i < count; ++i) {
-        const float g = grad[i] * scale;
-        // One rounding each, said and not left to the compiler: a last bit more or less moves codes,
-        // and what they stand for is what the next step begins with.
-        m[i] = std::fma(weight1, g, beta1 * m[i]);
-        v[i] = std::fma(weight2 * g, g, beta2 * v[i]);
-        // Rounded before the update, as PyTorch does it.
-        const float kept = std::fma(keep, master[i], 0.0f);
-        master[i] = kept - step_size * m[i] / (std::sqrt(v[i]) * root2 + eps);
-      }
-      p.exp_avg_absmax[block] = kSigned.encode(p.exp_avg + offset, m, count);
-      p.exp_avg_sq_absmax[block] = kUnsigned.encode(p.exp_avg_sq + offset, v, count);
+      const BlockScales scales =
+          update_block(factors, of_segment, scale, p.master + offset, m, v, grads + first, count);
+      kSigned.encode(p.exp_avg + offset, m, scales.m, count);
+      kUnsigned.encode(p.exp_avg_sq + offset, v, scales.v, count);
+      p.exp_avg_absmax[block] = scales.m;
+      p.exp_avg_sq_absmax[block] = scales.v;
     }
     store_low(p, begin, run, segment);
   });
@@ -253,8 +224,9 @@ void sgd_step(const SgdStep& p) {
 #pragma omp simd
       for (int64_t i = 0; i < count; ++i) {
         const float g = grad[i] * scale + decay * master[i];
-        b[i] = p.momentum * b[i] + g;
-        master[i] -= lr * (of_g * g + of_b * b[i]);
+        const float next = p.momentum * b[i] + g;
+        master[i] -= lr * (of_g * g + of_b * next);
+        b[i] = next;
       }
     }
     store_low(p, offset, count, segment);
@@ -271,8 +243,9 @@ void muon_direction(const MuonDirection& p) {
 #pragma omp simd
     for (int64_t i = 0; i < count; ++i) {
       const float g = grad[i] * scale;
-      b[i] += weight * (g - b[i]);
-      out[i] = g + of_b * (b[i] - g);
+      const float next = b[i] + weight * (g - b[i]);
+      out[i] = g + of_b * (next - g);
+      b[i] = next;
     }
     store_piece(p.direction, kBF16, offset, 1, static_cast<const float*>(out), count, false);
   });

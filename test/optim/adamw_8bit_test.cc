@@ -1,6 +1,6 @@
 #include "optim/adamw_8bit.h"
 
-#include "kernels/optimizer/dynamic_map.h"
+#include "kernels/optimizer/code_table.h"
 #include "test/optim/states.h"
 #include "test/testing.h"
 
@@ -45,6 +45,54 @@ TEST_CASE("AdamW8bit: maps, codes and scales are those of bitsandbytes, bit by b
     REQUIRE(states.size() == 4);
     CHECK(states[0].tensors[0].to_vector() == golden["codes"].get<std::vector<double>>());
     CHECK(states[2].tensors[0].to_vector() == golden["absmax"].get<std::vector<double>>());
+  }
+}
+
+TEST_CASE("AdamW8bit: the code of a value is how many thresholds are below it", "[optim]") {
+  for (const bool is_signed : {true, false}) {
+    const kernels::DynamicMap& map = kernels::dynamic_map(is_signed);
+    const kernels::cpu::CodeTable table(is_signed);
+    std::vector<float> values{0.0f, -0.0f, 1.0f, std::nextafter(1.0f, 2.0f), 1e-30f, 1e-40f};
+    for (size_t i = 0; i < 255; ++i) {
+      for (const float limit : {-2.0f, 2.0f}) {
+        float x = map.thresholds[i];
+        for (int step = 0; step < 4; ++step, x = std::nextafter(x, limit)) values.push_back(x);
+      }
+      values.push_back(map.values[i]);
+    }
+    for (int i = 0; i < 40000; ++i) {  // 33 octaves evenly
+      values.push_back(static_cast<float>(std::exp2(-33.0 * i / 40000)));
+    }
+    if (is_signed) {
+      for (size_t i = values.size(); i-- > 0;) values.push_back(-values[i]);
+    }
+    // Whole vectors, and what is left at an end.
+    for (const int64_t block : {int64_t{256}, int64_t{67}, int64_t{5}}) {
+      std::vector<uint8_t> codes(values.size());
+      for (int64_t first = 0; first < std::ssize(values); first += block) {
+        const int64_t count = std::min(block, std::ssize(values) - first);
+        table.encode(codes.data() + first, values.data() + first, 1, count);
+      }
+      int num_wrong = 0;
+      for (size_t i = 0; i < values.size(); ++i) {
+        num_wrong +=
+            codes[i] != std::lower_bound(map.thresholds.begin(), map.thresholds.end(), values[i]) -
+                            map.thresholds.begin();
+      }
+      CHECK(num_wrong == 0);
+      std::vector<float> decoded(codes.size());
+      table.decode(decoded.data(), codes.data(), 0.3f, std::ssize(codes));
+      for (size_t i = 0; i < codes.size(); ++i)
+        num_wrong += decoded[i] != map.values[codes[i]] * 0.3f;
+      CHECK(num_wrong == 0);
+    }
+    // The inverse of the smallest scales is not finite: 0 times it is no number, and has code 0.
+    const std::vector<float> smallest(64, 1e-40f);
+    std::vector<uint8_t> codes(64);
+    table.encode(codes.data(), smallest.data(), 1e-40f, 64);
+    CHECK(codes == std::vector<uint8_t>(64, 255));
+    table.encode(codes.data(), std::vector<float>(64).data(), 1e-40f, 64);
+    CHECK(codes == std::vector<uint8_t>(64, 0));
   }
 }
 
