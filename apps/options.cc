@@ -12,6 +12,7 @@
 #include "apps/config_table.h"
 #include "apps/parameter_groups.h"
 #include "core/glob.h"
+#include "core/split.h"
 #include "kernels/attention/cuda/cudnn.h"
 #include "kernels/matmul/cuda/cublaslt.h"
 #include "optim/adafactor.h"
@@ -25,25 +26,14 @@
 namespace tessera::apps {
 namespace {
 
-/// The names in a list such as "a, b".
-std::vector<std::string> names_in(const std::string& list) {
-  std::vector<std::string> names;
-  std::istringstream words(list);
-  for (std::string name; std::getline(words, name, ',');) {
-    const size_t begin = name.find_first_not_of(' '), end = name.find_last_not_of(' ');
-    if (begin != std::string::npos) name = name.substr(begin, end - begin + 1);
-    names.push_back(std::move(name));
-  }
-  return names;
-}
-
 /// The class that print_tree names where a module says no more of itself.
 std::string class_of(const nn::Module& module) {
   return module.nn::Module::kind();
 }
 
 dist::WrapPolicy by_class_names(const Config& config, nn::Module& model) {
-  const std::vector<std::string> classes = names_in(config.fsdp.wrap_class);
+  const auto names = names_in(config.fsdp.wrap_class);
+  const std::vector<std::string> classes(names.begin(), names.end());
   std::set<std::string> found;
   for (const nn::NamedModule& m : model.named_modules()) {
     if (!m.name.empty()) found.insert(class_of(*m.module));
@@ -160,7 +150,7 @@ std::vector<std::string> matching_parameters(const Config& config, std::string_v
   std::vector<std::string> names;
   std::unordered_set<std::string> seen;
   const auto parameters = model.named_parameters();
-  for (const std::string& pattern : names_in(patterns)) {
+  for (const std::string_view pattern : names_in(patterns)) {
     bool is_found = false;
     for (const nn::NamedParameter& p : parameters) {
       if (!matches_glob(p.name, pattern)) continue;

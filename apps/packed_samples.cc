@@ -7,6 +7,7 @@
 #include "apps/text/unicode.h"
 #include "apps/token_cache.h"
 #include "core/check.h"
+#include "core/split.h"
 #include "core/text.h"
 #include "core/utf8.h"
 
@@ -66,16 +67,8 @@ TokenDocuments find_documents(const TokenArray& tokens, int32_t separator) {
 }
 
 std::vector<std::pair<std::string, double>> parse_sources(const std::string& text) {
-  const auto trimmed = [](std::string_view part) {
-    while (!part.empty() && part.front() == ' ') part.remove_prefix(1);
-    while (!part.empty() && part.back() == ' ') part.remove_suffix(1);
-    return part;
-  };
   std::vector<std::pair<std::string, double>> sources;
-  for (size_t begin = 0; begin <= text.size();) {
-    const size_t end = std::min(text.find(',', begin), text.size());
-    std::string_view part = trimmed(std::string_view(text).substr(begin, end - begin));
-    begin = end + 1;
+  for (std::string_view part : split(text)) {
     double weight = 0;
     if (const size_t colon = part.rfind(':'); colon != std::string_view::npos) {
       const std::string_view number = trimmed(part.substr(colon + 1));

@@ -6,6 +6,7 @@
 #include <charconv>
 #include <map>
 
+#include "core/split.h"
 #include "core/text.h"
 #include "nn/attention.h"
 #include "nn/linear.h"
@@ -15,22 +16,6 @@ namespace tessera::apps {
 namespace {
 
 constexpr const char* kOptions = "lr_scale=X, weight_decay=X, optimizer=NAME or frozen";
-
-std::string_view trimmed(std::string_view text) {
-  const size_t first = text.find_first_not_of(' ');
-  if (first == std::string_view::npos) return {};
-  return text.substr(first, text.find_last_not_of(' ') + 1 - first);
-}
-
-std::vector<std::string_view> split_at(std::string_view text, char separator) {
-  std::vector<std::string_view> parts;
-  for (size_t begin = 0; begin <= text.size();) {
-    const size_t end = std::min(text.find(separator, begin), text.size());
-    parts.push_back(trimmed(text.substr(begin, end - begin)));
-    begin = end + 1;
-  }
-  return parts;
-}
 
 std::vector<std::string_view> optimizer_names() {
   std::vector<std::string_view> names;
@@ -80,7 +65,7 @@ void set_option(dist::ParameterGroup& group, std::string_view option) {
 bool is_in_block(const nn::NamedParameter& p) {
   if (p.parameter->tensor.shape().num_dims() != 2) return false;
   if (dynamic_cast<const nn::Linear*>(p.owner) == nullptr) return false;
-  const auto parts = split_at(p.name, '.');
+  const auto parts = split(p.name, '.');
   return std::any_of(parts.begin(), parts.end(), [](std::string_view part) {
     return !part.empty() && part.find_first_not_of("0123456789") == std::string_view::npos;
   });
@@ -114,7 +99,7 @@ std::map<std::string, std::vector<int64_t>> blocks_in(nn::Module& model, bool by
 std::vector<dist::ParameterGroup> parse_groups(const std::string& text) {
   std::vector<dist::ParameterGroup> groups;
   if (trimmed(text).empty()) return groups;
-  for (const std::string_view part : split_at(text, ';')) {
+  for (const std::string_view part : split(text, ';')) {
     const size_t colon = part.rfind(':');
     const std::string_view match = trimmed(part.substr(0, colon));
     if (colon == std::string_view::npos || match.empty()) {
@@ -122,7 +107,7 @@ std::vector<dist::ParameterGroup> parse_groups(const std::string& text) {
           fmt::format("{}, expected PATTERN: {}", toml_text(shorten(part)), kOptions));
     }
     groups.push_back({.match = std::string(match)});
-    for (const std::string_view option : split_at(part.substr(colon + 1), ',')) {
+    for (const std::string_view option : split(part.substr(colon + 1))) {
       set_option(groups.back(), option);
     }
   }

@@ -8,6 +8,7 @@
 
 #include "core/glob.h"
 #include "core/settings.h"
+#include "core/split.h"
 #include "core/text.h"
 #include "nn/family.h"
 #include "nn/linear.h"
@@ -41,19 +42,6 @@ std::string_view last_name(std::string_view path) {
 std::string parent_of(const std::string& path) {
   const size_t dot = path.rfind('.');
   return dot == std::string::npos ? "" : path.substr(0, dot);
-}
-
-std::vector<std::string> names_in(const std::string& list) {
-  std::vector<std::string> names;
-  for (size_t begin = 0; begin < list.size();) {
-    const size_t end = std::min(list.find(',', begin), list.size());
-    const size_t first = list.find_first_not_of(' ', begin);
-    if (first < end) {
-      names.push_back(list.substr(first, list.find_last_not_of(' ', end - 1) + 1 - first));
-    }
-    begin = end + 1;
-  }
-  return names;
 }
 
 /// The whole of a name, its end behind a dot, or a pattern of it.
@@ -138,7 +126,7 @@ std::unordered_set<std::string> saved_parameters(Module& root, const LoraOptions
     return false;
   };
   const auto parameters = root.named_parameters(/*with_ties=*/true);
-  for (const std::string& target : names_in(options.modules_to_save)) {
+  for (const std::string_view target : names_in(options.modules_to_save)) {
     bool is_found = false;
     for (const NamedParameter& p : parameters) {
       const auto sources = hf.find(p.name);
@@ -168,10 +156,10 @@ std::unordered_set<std::string> saved_parameters(Module& root, const LoraOptions
 
 void choose(std::vector<Layer>& layers, const LoraOptions& options,
             const std::unordered_set<std::string>& saved) {
-  const std::vector<std::string> targets = names_in(options.targets);
+  const std::vector<std::string_view> targets = names_in(options.targets);
   check_option(!targets.empty(), kTargets, "none, expected {} or some of {}", kAllLinear,
                known_names(layers));
-  for (const std::string& target : targets) {
+  for (const std::string_view target : targets) {
     const bool is_all = target == kAllLinear;
     bool is_found = false;
     for (Layer& layer : layers) {

@@ -3,23 +3,12 @@
 #include <algorithm>
 
 #include "core/glob.h"
+#include "core/split.h"
 
 namespace tessera::dist {
 namespace {
 
 constexpr const char* kOption = "FsdpOptions::parameters";
-
-std::vector<std::string> patterns_of(const std::string& match) {
-  std::vector<std::string> patterns;
-  for (size_t begin = 0; begin <= match.size();) {
-    const size_t end = std::min(match.find(',', begin), match.size());
-    const size_t first = match.find_first_not_of(' ', begin);
-    const size_t last = match.find_last_not_of(' ', end == 0 ? 0 : end - 1);
-    patterns.push_back(first < end ? match.substr(first, last + 1 - first) : "");
-    begin = end + 1;
-  }
-  return patterns;
-}
 
 /// The group of each parameter, in the order of `parameters`; -1: none.
 std::vector<int> groups_of(const std::vector<nn::NamedParameter>& parameters,
@@ -33,7 +22,7 @@ std::vector<int> groups_of(const std::vector<nn::NamedParameter>& parameters,
     TESSERA_CHECK_AS(ConfigError, group.weight_decay.value_or(0) >= 0,
                      "{}: weight_decay of \"{}\" must be at least 0, got {}", kOption, group.match,
                      group.weight_decay.value_or(0));
-    for (const std::string& pattern : patterns_of(group.match)) {
+    for (const std::string_view pattern : split(group.match)) {
       bool is_found = false;
       for (size_t i = 0; i < parameters.size(); ++i) {
         if (!matches_glob(parameters[i].name, pattern)) continue;

@@ -2,9 +2,20 @@
 
 #include <vector>
 
+#include "core/split.h"
 #include "test/testing.h"
 
 namespace tessera {
+
+TEST_CASE("text: lists are split at separators, without the spaces around", "[text]") {
+  using Parts = std::vector<std::string_view>;
+  CHECK(split(" a b, c ,,d") == Parts{"a b", "c", "", "d"});
+  CHECK(split("a,") == Parts{"a", ""});
+  CHECK(split("") == Parts{""});
+  CHECK(split("x.1.y", '.') == Parts{"x", "1", "y"});
+  CHECK(names_in(" a,, b , ") == Parts{"a", "b"});
+  CHECK(names_in("").empty());
+}
 
 TEST_CASE("text: what steers a terminal is escaped, what is printable stays", "[text]") {
   CHECK(printable("weight \"a\\b\" äöü 中 😀") == "weight \"a\\b\" äöü 中 😀");
