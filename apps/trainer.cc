@@ -205,10 +205,10 @@ class Trainer {
 void Trainer::initialize_parameters() {
   fsdp_->initialize(static_cast<uint64_t>(config_.train.seed));
   if (config_.model.from.empty()) return;
-  world_.control().verdict([&] {
-    const dist::HfReader reader(config_.model.from, ignored_keys(config_.model));
-    dist::load_parameters(reader, *fsdp_, *model_);
-  });
+  std::optional<dist::HfReader> reader;
+  world_.control().verdict(
+      [&] { reader.emplace(config_.model.from, ignored_keys(config_.model)); });
+  dist::load_parameters(*reader, *fsdp_, *model_);
 }
 
 Trainer::Trainer(const Config& config, dist::World& world, Data data, RunDir& run_dir,

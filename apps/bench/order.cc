@@ -33,7 +33,7 @@ struct Shape {
   std::vector<dist::UnitUse> uses() const {
     dist::UnitUse use;
     use.pool = 0;
-    use.gathered_nbytes = 1 << 20;
+    use.gathered_nbytes = use.sent_nbytes = 1 << 20;
     use.gradient_nbytes = 1 << 21;
     return std::vector<dist::UnitUse>(static_cast<size_t>(units), use);
   }

@@ -28,6 +28,9 @@
 // without need. Neither is ever removed.
 //
 //   parameters/NAME        f32 masters (a frozen parameter in the dtype it is kept in)
+//   nf4/NAME               in place of it, of a parameter kept as codes: its records, u8, and
+//   nf4_scales/NAME        f32, the mean and the nested scales ([Note: NF4] in kernels/nf4/kernel.h)
+//   nf4_shape/NAME         i64, its dimensions
 //   exp_avg/NAME, ...      the optimizer's states
 //   optimizer/step_count   i64; loss_scale/{scale,num_good,num_skipped} with a dynamic loss scale
 
@@ -37,6 +40,9 @@ namespace tessera::dist {
 
 /// In front of the name of each parameter.
 inline constexpr std::string_view kParametersPrefix = "parameters/";
+/// Of one that is kept as codes, in place of that.
+inline constexpr std::string_view kCodesPrefix = "nf4/", kScalesPrefix = "nf4_scales/",
+                                  kCodesShapePrefix = "nf4_shape/";
 
 /// Where a training is, beside its tensors.
 struct Progress {

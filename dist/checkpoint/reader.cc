@@ -1,5 +1,6 @@
 #include "dist/checkpoint/reader.h"
 
+#include <fmt/ranges.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -13,6 +14,8 @@
 #include "core/files.h"
 #include "core/formats/durable_file.h"
 #include "core/text.h"
+#include "kernels/nf4/kernel.h"
+#include "kernels/nf4/nf4.h"
 
 namespace tessera::dist {
 namespace {
@@ -21,8 +24,12 @@ namespace fs = std::filesystem;
 
 constexpr std::string_view kStepPrefix = "step-";
 
+std::string with(std::string_view prefix, std::string_view name) {
+  return std::string(prefix) + std::string(name);
+}
+
 std::string parameter_tensor(std::string_view name) {
-  return std::string(kParametersPrefix) + std::string(name);
+  return with(kParametersPrefix, name);
 }
 
 /// The step of a directory's name, or -1.
@@ -249,13 +256,15 @@ void CheckpointReader::read_tensor(std::string_view name, int64_t begin, int64_t
 std::vector<std::string> CheckpointReader::names() const {
   std::vector<std::string> names;
   for (const TensorRecord& tensor : manifest_.tensors) {
-    if (!tensor.name.starts_with(kParametersPrefix)) continue;
-    names.push_back(tensor.name.substr(kParametersPrefix.size()));
+    for (const std::string_view prefix : {kParametersPrefix, kCodesPrefix}) {
+      if (tensor.name.starts_with(prefix)) names.push_back(tensor.name.substr(prefix.size()));
+    }
   }
   return names;
 }
 
 Shape CheckpointReader::shape_of(std::string_view name) const {
+  if (is_coded(name)) return shape_of_codes(name);
   const TensorRecord* tensor = manifest_.find(parameter_tensor(name));
   TESSERA_CHECK_AS(InputError, tensor != nullptr, "{}: no tensor {}, expected it", dir_,
                    shorten(name));
@@ -267,11 +276,79 @@ Shape CheckpointReader::shape_of(std::string_view name) const {
 
 void CheckpointReader::do_read(std::string_view name, int64_t begin, int64_t end,
                                float* dst) const {
+  if (is_coded(name)) return read_codes(name, begin, end, dst);
   const TensorRecord& tensor = *manifest_.find(parameter_tensor(name));
   for_each_run(tensor, begin, end, [&](const char* data, int64_t numel) {
     load_floats(dst, data, tensor.dtype, numel);
     dst += numel;
   });
+}
+
+// ---- parameters kept as codes
+
+bool CheckpointReader::is_coded(std::string_view name) const {
+  return manifest_.find(with(kCodesPrefix, name)) != nullptr;
+}
+
+/// What its records, scales and shape say, which must be of one size.
+Shape CheckpointReader::shape_of_codes(std::string_view name) const {
+  const auto fail = [&](std::string_view prefix, const std::string& found,
+                        const std::string& expected) {
+    throw CheckpointError(fmt::format("{}: tensor {} is {}, expected {}", dir_,
+                                      shorten(with(prefix, name)), found, expected));
+  };
+  const auto check = [&](std::string_view prefix, DType dtype, int64_t numel) {
+    const TensorRecord* tensor = manifest_.find(with(prefix, name));
+    const std::string expected = fmt::format("{} [{}]", dtype, numel);
+    if (tensor == nullptr) return fail(prefix, "missing", expected);
+    if (tensor->dtype == dtype && tensor->shape == Shape{numel}) return;
+    fail(prefix, fmt::format("{} {}", tensor->dtype, tensor->shape), expected);
+  };
+  const TensorRecord* shape = manifest_.find(with(kCodesShapePrefix, name));
+  const int64_t num_dims = shape == nullptr ? 1 : shape->shape.numel();
+  check(kCodesShapePrefix, kI64, std::min<int64_t>(num_dims, Shape::kMaxDims));
+  std::vector<int64_t> dims(static_cast<size_t>(num_dims));
+  read_tensor(with(kCodesShapePrefix, name), 0, num_dims, dims.data());
+  int64_t numel = 1;
+  for (const int64_t dim : dims) {
+    const bool fits =
+        dim >= 0 && !__builtin_mul_overflow(numel, dim, &numel) && numel <= int64_t{1} << 48;
+    if (!fits) fail(kCodesShapePrefix, fmt::format("[{}]", fmt::join(dims, ", ")), "a shape");
+  }
+  check(kCodesPrefix, kU8, nf4_nbytes(numel));
+  check(kScalesPrefix, kF32, nf4_num_scales(numel));
+  return Shape(dims);
+}
+
+void CheckpointReader::read_codes(std::string_view name, int64_t begin, int64_t end,
+                                  float* dst) const {
+  constexpr int64_t kRecordsAtOnce = 256;
+  constexpr int64_t kNumAtOnce = kRecordsAtOnce * kNf4Record;
+  const int64_t nbytes = manifest_.find(with(kCodesPrefix, name))->shape.numel();
+  std::vector<uint8_t> records(kRecordsAtOnce * kNf4RecordNbytes);
+  std::vector<float> values(kNumAtOnce);
+  // The mean, and the nested scales of what is read at once: at most 5 of 16,384 values.
+  float scales[8];
+  constexpr int64_t kNested = 16384;
+  for (int64_t at = begin / kNf4Record * kNf4Record; at < end; at += kNumAtOnce) {
+    const int64_t first = nf4_nbytes(at);
+    const int64_t last = std::min(nbytes, first + std::ssize(records));
+    read_tensor(with(kCodesPrefix, name), first, last, records.data());
+    const int64_t count = std::min(kNumAtOnce, end - at);
+    const int64_t nested = at / kNested, last_nested = (at + count - 1) / kNested;
+    read_tensor(with(kScalesPrefix, name), 0, 1, scales);
+    read_tensor(with(kScalesPrefix, name), 1 + nested, 2 + last_nested, scales + 1);
+    kernels::cpu::nf4_dequantize({.values = values.data(),
+                                  .records = records.data(),
+                                  .nested = scales + 1,
+                                  .mean = scales,
+                                  .map = nullptr,
+                                  .dtype = kF32,
+                                  .first_record = at % kNested / kNf4Record,
+                                  .numel = count});
+    const int64_t from = std::max(begin, at);
+    std::copy(values.begin() + (from - at), values.begin() + count, dst + (from - begin));
+  }
 }
 
 std::vector<CheckpointPlace> list_checkpoints(const std::string& dir) {

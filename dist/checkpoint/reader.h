@@ -18,7 +18,8 @@ namespace tessera::dist {
 /// only what it reads. CheckpointError names directory, file and tensor of what is cut short,
 /// changed, or of another run or step; UnreadableCheckpointError of what is missing, cannot be
 /// opened or read, or is of a newer version. As a source it has the parameters (tensors called
-/// `kParametersPrefix` and a parameter's name) in f32, bf16 and f16.
+/// `kParametersPrefix` and a parameter's name) in f32, bf16 and f16, or as codes (manifest.h), which
+/// it dequantizes.
 class CheckpointReader final : public ParameterSource {
  public:
   /// Reads and checks `dir`/manifest.json.
@@ -47,6 +48,9 @@ class CheckpointReader final : public ParameterSource {
 
  private:
   void do_read(std::string_view name, int64_t begin, int64_t end, float* dst) const override;
+  bool is_coded(std::string_view name) const;
+  Shape shape_of_codes(std::string_view name) const;
+  void read_codes(std::string_view name, int64_t begin, int64_t end, float* dst) const;
   template <class F>
   void for_each_run(const TensorRecord& tensor, int64_t begin, int64_t end, const F& f) const;
   struct OpenFile;

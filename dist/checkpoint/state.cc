@@ -35,6 +35,34 @@ void add_group(std::vector<Slice>& slices, const HeldGroup& g, const std::string
   }
 }
 
+Tensor dims_of(const Shape& shape) {
+  const std::vector<int64_t> dims(shape.begin(), shape.end());
+  return from_values(std::span<const int64_t>(dims), {std::ssize(dims)}, kI64);
+}
+
+/// The codes of a group in elements [first, first + numel) of this rank's shard; with `is_all` what
+/// is the same on all ranks too.
+void add_codes(std::vector<Slice>& slices, const HeldGroup& g, int64_t first, int64_t numel,
+               bool is_all) {
+  for (size_t i = 0; i < g.layout.placements.size(); ++i) {
+    const Placement& p = g.layout.placements[i];
+    const int64_t begin = std::max(g.begin + first, p.begin);
+    const int64_t end = std::min(g.begin + first + numel, p.begin + p.numel);
+    if (begin < end) {
+      const Tensor codes =
+          g.coded->codes().narrow(0, nf4_nbytes(begin - g.begin), nf4_nbytes(end - begin));
+      slices.push_back({std::string(kCodesPrefix) + p.name,
+                        {nf4_nbytes(p.numel)},
+                        nf4_nbytes(begin - p.begin),
+                        codes});
+    }
+    if (!is_all || p.numel == 0) continue;
+    const Tensor scales = g.coded->scales(i), dims = dims_of(p.shape);
+    slices.push_back({std::string(kScalesPrefix) + p.name, scales.shape(), 0, scales});
+    slices.push_back({std::string(kCodesShapePrefix) + p.name, dims.shape(), 0, dims});
+  }
+}
+
 std::vector<Slice> slices_of(const TrainingState& state, bool owned) {
   std::vector<Slice> slices;
   const ShardView view(*state.fsdp);
@@ -44,6 +72,10 @@ std::vector<Slice> slices_of(const TrainingState& state, bool owned) {
   for (const HeldGroup& g : view.groups()) {
     const int64_t first = owned ? g.own_begin : 0;
     const int64_t numel = owned ? g.own_numel : g.numel;
+    if (g.coded != nullptr) {
+      add_codes(slices, g, first, numel, !owned || view.is_first());
+      continue;
+    }
     add_group(slices, g, std::string(kParametersPrefix), g.values, first, numel);
     if (!g.layout.is_trainable) continue;
     for (const optim::NamedState& s : optimizer_states) {
@@ -76,6 +108,14 @@ std::vector<Slice> slices_of(const TrainingState& state, bool owned) {
   return slices;
 }
 
+bool is_parameter_name(std::string_view name) {
+  for (const std::string_view prefix :
+       {kParametersPrefix, kCodesPrefix, kScalesPrefix, kCodesShapePrefix}) {
+    if (name.starts_with(prefix)) return true;
+  }
+  return false;
+}
+
 bool is_optional_name(std::string_view name) {
   return name.starts_with("loss_scale/");
 }
@@ -97,6 +137,12 @@ std::vector<std::pair<std::string, Shape>> expected_tensors(const TrainingState&
   for (const HeldGroup& g : view.groups()) {
     for (const Placement& p : g.layout.placements) {
       if (p.numel == 0) continue;
+      if (g.coded != nullptr) {
+        tensors.emplace_back(std::string(kCodesPrefix) + p.name, Shape{nf4_nbytes(p.numel)});
+        tensors.emplace_back(std::string(kScalesPrefix) + p.name, Shape{nf4_num_scales(p.numel)});
+        tensors.emplace_back(std::string(kCodesShapePrefix) + p.name, Shape{p.shape.num_dims()});
+        continue;
+      }
       tensors.emplace_back(std::string(kParametersPrefix) + p.name, p.shape);
       if (!g.layout.is_trainable) continue;
       for (const optim::NamedState& s : optimizer_states) {
@@ -219,9 +265,19 @@ void check_tensors(const CheckpointReader& reader, const TrainingState& state) {
   }
   for (const TensorRecord& tensor : reader.manifest().tensors) {
     // Without an optimizer only parameters count.
-    const bool counts = state.optimizer != nullptr || tensor.name.starts_with(kParametersPrefix);
+    const bool counts = state.optimizer != nullptr || is_parameter_name(tensor.name);
     if (counts && !is_optional_name(tensor.name) && !expected.contains(tensor.name)) {
       problems.push_back("unexpected " + tensor.name);
+    }
+  }
+  const ShardView view(*state.fsdp);
+  for (const HeldGroup& g : view.groups()) {
+    if (g.coded == nullptr || !problems.empty()) continue;
+    for (const Placement& p : g.layout.placements) {
+      if (p.numel == 0) continue;
+      const Shape found = reader.shape_of(p.name);
+      if (found == p.shape) continue;
+      problems.push_back(fmt::format("{} is {}, expected {}", p.name, found, p.shape));
     }
   }
   if (problems.empty()) return;
@@ -245,7 +301,34 @@ void load_state(const CheckpointReader& reader, const TrainingState& state) {
   state.fsdp->shards_changed(state.optimizer);
 }
 
-void load_parameters(const ParameterSource& source, Fsdp& fsdp, nn::Module& model) {
+namespace {
+
+/// Quantizes this rank's part of what is kept as codes, piece by piece.
+void load_codes(const ParameterSource& source, Fsdp& fsdp) {
+  const NoGrad no_grad;
+  const MemoryScope scope(MemoryClass::kOther);
+  const ShardView view(fsdp);
+  Tensor buffer;
+  for (const HeldGroup& g : view.groups()) {
+    if (g.coded == nullptr) continue;
+    for (size_t i = 0; i < g.layout.placements.size(); ++i) {
+      const Placement& p = g.layout.placements[i];
+      g.coded->set_written(i);
+      const int64_t begin = std::max(g.begin, p.begin) - p.begin;
+      const int64_t end = std::min(g.begin + g.numel, p.begin + p.numel) - p.begin;
+      if (!buffer.is_defined()) buffer = empty_on_host(Coded::kPieceNumel, kF32);
+      for (int64_t at = begin; at < end; at += Coded::kPieceNumel) {
+        const Tensor piece = buffer.narrow(0, 0, std::min(end - at, Coded::kPieceNumel));
+        current_stream().synchronize();  // the host writes into it
+        source.read(p.name, at, at + piece.numel(), piece.data<float>());
+        g.coded->write(i, at, piece);
+      }
+    }
+  }
+  current_stream().synchronize();
+}
+
+void load_own_parameters(const ParameterSource& source, Fsdp& fsdp, nn::Module& model) {
   for (const nn::NamedParameter& p : model.named_parameters()) {
     const Shape& shape = p.parameter->tensor.shape();
     const Shape found = source.shape_of(p.name);
@@ -259,7 +342,16 @@ void load_parameters(const ParameterSource& source, Fsdp& fsdp, nn::Module& mode
     source.read(std::string_view(s.tensor).substr(kParametersPrefix.size()), begin, end,
                 static_cast<float*>(dst));
   };
-  load_slices(held_slices({.model = &model, .fsdp = &fsdp}), dtype, read);
+  std::vector<Slice> slices = held_slices({.model = &model, .fsdp = &fsdp});
+  std::erase_if(slices, [](const Slice& s) { return !s.tensor.starts_with(kParametersPrefix); });
+  load_slices(slices, dtype, read);
+  load_codes(source, fsdp);
+}
+
+}  // namespace
+
+void load_parameters(const ParameterSource& source, Fsdp& fsdp, nn::Module& model) {
+  parts_of(fsdp).world.control().verdict([&] { load_own_parameters(source, fsdp, model); });
   fsdp.shards_changed();
 }
 

@@ -80,8 +80,9 @@ void check_tensors(const CheckpointReader& reader, const TrainingState& state);
 void load_state(const CheckpointReader& reader, const TrainingState& state);
 
 /// Sets the masters of this rank's shards, slice by slice through a buffer of at most 64 MiB in
-/// host memory: no rank holds more of the model than its shards. Local to the rank.
-/// Errors   InputError if `source` lacks a parameter of the model or has another shape, but more
+/// host memory: no rank holds more of the model than its shards, and of what is kept as codes no
+/// more values than a piece of 4 MiB. Collective.
+/// Errors   on all ranks: InputError if `source` lacks a parameter of the model or has another shape, but more
 ///          positions, of which the first are taken
 void load_parameters(const ParameterSource& source, Fsdp& fsdp, nn::Module& model);
 

@@ -127,6 +127,17 @@ std::string Fsdp::summary() const {
                       format_nbytes(plan.nbytes_of(MemoryClass::kParameters)),
                       format_nbytes(plan.nbytes_of(MemoryClass::kGradients)),
                       format_nbytes(plan.nbytes_of(MemoryClass::kGathered)));
+  int64_t num_coded = 0;
+  for (const UnitPlan& unit : parts_->plan.units) {
+    for (const GroupPlan& g : unit.groups) {
+      for (const Placement& p : g.layout.placements) num_coded += g.layout.is_coded ? p.numel : 0;
+    }
+  }
+  if (num_coded > 0) {
+    text += fmt::format("; {:.2f} M parameters are NF4 codes, of which gathers move {} bytes each",
+                        static_cast<double>(num_coded) * 1e-6,
+                        fmt::format("{:.3f}", static_cast<double>(kNf4RecordNbytes) / kNf4Record));
+  }
   const size_t num_ignored = policy.options.ignored.size();
   if (num_ignored > 0) {
     text += fmt::format("; {} ignored parameters on every rank, not reduced, clipped or optimized",

@@ -7,14 +7,19 @@
 #include "dist/fsdp/unit.h"
 
 namespace tessera::dist {
+namespace {
+
+constexpr unsigned char kPoison = 0xff;  // of codes, which have no NaN
+
+}  // namespace
 
 Gathered::Gathered(Unit& unit)
     : unit_(unit),
-      state_(unit.lanes().policy.residence == Residence::kWhole ? ParamState::kGathered
-                                                                : ParamState::kSharded) {}
+      state_(unit.plan().residence == Residence::kWhole ? ParamState::kGathered
+                                                        : ParamState::kSharded) {}
 
 ParamState Gathered::next(ActionKind kind) const {
-  const auto next = next_state(unit_.lanes().policy.residence, state_, kind);
+  const auto next = next_state(unit_.plan().residence, state_, kind);
   TESSERA_CHECK_AS(InternalError, next.has_value(),
                    "fsdp: the program says {} of unit \"{}\", whose parameters are {}",
                    name_of(kind), unit_.name(), name_of(state_));
@@ -63,25 +68,39 @@ void Gathered::gather(const Event& shards_ready, const Event& turn, int64_t step
 }
 
 void Gathered::gather_group(Group& g, const Event& shards_ready, int64_t step, const char* phase) {
-  Lanes& lanes = unit_.lanes();
-  const Stream& stream = lanes.all_gather;
+  const Lanes& lanes = unit_.lanes();
   const CollectiveInfo info{phase, unit_.static_name(), step};
-  char* const full = bytes_of(g);
-  if (has_part_) {
-    lanes.part_comm->all_gather(stream, full, g.part.raw_data(), g.part.numel(), g.layout.dtype,
-                                info);
+  if (g.coded == nullptr) {
+    gather_bytes(g, bytes_of(g), shards_ready, info);
     return;
   }
-  const void* shard = g.shard.raw_data();
+  char* const full = g.code_offset < 0 ? nullptr : bytes(slot_->memory, g.code_offset);
+  const void* const codes = gather_bytes(g, full, shards_ready, info);
+  g.coded->dequantize(lanes.all_gather, lanes.nf4_map, bytes_of(g), g.layout.dtype, codes, 0,
+                      g.layout.numel);
+}
+
+/// What the shards hold, of all ranks: where it is. `full`: where it goes, unless it is the shard.
+const void* Gathered::gather_bytes(Group& g, char* full, const Event& shards_ready,
+                                   const CollectiveInfo& info) {
+  Lanes& lanes = unit_.lanes();
+  const Stream& stream = lanes.all_gather;
+  if (has_part_) {
+    lanes.part_comm->all_gather(stream, full, g.part.raw_data(), g.part.numel(), g.part.dtype(),
+                                info);
+    return full;
+  }
+  const Tensor& own = g.coded != nullptr ? g.coded->codes() : g.shard;
+  const void* shard = own.raw_data();
   if (lanes.policy.offloads_parameters()) {
-    char* place = full + nbytes_of(unit_.shard_begin(g), g.layout.dtype);
-    const Event is_loaded = lanes.offloader->load(place, g.shard, slot_->is_free, shards_ready);
+    char* place = full + g.layout.shard_nbytes(unit_.shard_begin(g));
+    const Event is_loaded = lanes.offloader->load(place, own, slot_->is_free, shards_ready);
     lanes.offloader->wait(stream, is_loaded, OffloadWait::kLoaded);
     shard = place;
   }
-  if (lanes.gather_comm != nullptr) {
-    lanes.gather_comm->all_gather(stream, full, shard, g.shard_numel, g.layout.dtype, info);
-  }
+  if (lanes.gather_comm == nullptr) return shard;
+  lanes.gather_comm->all_gather(stream, full, shard, own.numel(), own.dtype(), info);
+  return full;
 }
 
 void Gathered::wait_for_gather() {
@@ -125,8 +144,12 @@ void Gathered::release() {
   if (lanes.part_comm != nullptr && !has_part_) save_part();
   if (lanes.policy.poison) {  // released slots are filled with NaN in stream order
     for (const Group& g : unit_.groups()) {
+      if (g.memory != nullptr) continue;
       fill_flat(lanes.compute, bytes_of(g), g.layout.numel, g.layout.dtype,
                 std::numeric_limits<double>::quiet_NaN());
+      if (g.code_offset < 0) continue;
+      lanes.compute.fill_bytes("poison", bytes(slot_->memory, g.code_offset), kPoison,
+                               static_cast<size_t>(g.layout.shard_nbytes(g.layout.numel)));
     }
   }
   pool_->release(std::exchange(slot_, nullptr), lanes.compute.record());
@@ -140,12 +163,15 @@ void Gathered::save_part() {
   for (Group& g : unit_.groups()) {
     const int64_t numel = g.layout.numel / part_size;
     const int64_t begin = lanes.policy.mesh.shard_rank % part_size * numel;
+    const DType dtype = g.coded != nullptr ? kU8 : g.layout.dtype;
+    const int64_t nbytes = g.layout.shard_nbytes(numel);
     if (!g.part.is_defined()) {
       const MemoryScope scope(MemoryClass::kGathered);
-      g.part = lanes.allocate_array(numel, g.layout.dtype);
+      g.part = lanes.allocate_array(nbytes / static_cast<int64_t>(size_of(dtype)), dtype);
     }
-    copy_flat(lanes.compute, g.part.raw_data(), bytes_of(g) + nbytes_of(begin, g.layout.dtype),
-              numel, g.layout.dtype);
+    const char* const full = g.coded != nullptr ? bytes(slot_->memory, g.code_offset) : bytes_of(g);
+    copy_flat(lanes.compute, g.part.raw_data(), full + g.layout.shard_nbytes(begin), g.part.numel(),
+              dtype);
   }
   is_part_saved_ = lanes.compute.record();
   has_part_ = true;

@@ -4,6 +4,7 @@
 
 #include "core/runtime/stream.h"
 #include "core/tensor.h"
+#include "dist/comm/comm.h"
 #include "dist/fsdp/program.h"
 #include "dist/fsdp/shard.h"
 
@@ -52,6 +53,8 @@ class Gathered {
  private:
   ParamState next(ActionKind kind) const;
   void gather_group(Group& g, const Event& shards_ready, int64_t step, const char* phase);
+  const void* gather_bytes(Group& g, char* full, const Event& shards_ready,
+                           const CollectiveInfo& info);
   char* bytes_of(const Group& g) const;
   void wait_for_gather();
   void save_part();

@@ -61,7 +61,13 @@ ParameterTable parameter_table(nn::Module& root, const ParameterRules& rules) {
       settings.optimizer = rules.optimizer(parameters[i]);
     }
     if (rules.row_blocks) settings.row_blocks = rules.row_blocks(parameters[i]);
-    is_any_trained |= parameters[i].parameter->tensor.requires_grad();
+    const bool is_trained = parameters[i].parameter->tensor.requires_grad();
+    settings.is_coded = rules.quantize && rules.quantize(parameters[i]);
+    TESSERA_CHECK_AS(ConfigError, !settings.is_coded || !is_trained,
+                     "{}: {} is quantized and trained, expected it frozen, and adapters (LoRA) to "
+                     "train",
+                     kOption, parameters[i].name);
+    is_any_trained |= is_trained;
     table[parameters[i].parameter] = std::move(settings);
   }
   TESSERA_CHECK_AS(ConfigError, is_any_trained,

@@ -28,6 +28,7 @@ struct ParameterSettings {
   double lr_scale = 1;
   std::optional<double> weight_decay;
   std::vector<int64_t> row_blocks;  ///< `WholeParameter::row_blocks`
+  bool is_coded = false;            ///< kept as codes ([Note: Coded groups] in coded.h)
 };
 using ParameterTable = std::map<const nn::Parameter*, ParameterSettings>;
 
@@ -38,12 +39,14 @@ struct ParameterRules {
   std::function<std::string(const nn::NamedParameter&)> optimizer;
   /// `ParameterSettings::row_blocks`; null: none.
   std::function<std::vector<int64_t>(const nn::NamedParameter&)> row_blocks;
+  /// Whether a parameter, which must be frozen, is kept as NF4 codes; null: none.
+  std::function<bool(const nn::NamedParameter&)> quantize;
 };
 
 /// The settings of each parameter of the model. Sets `requires_grad` of frozen ones to false.
 /// Errors   ConfigError "FsdpOptions::parameters: ..." for a pattern that no parameter matches, a
-///          parameter that two groups match, a negative lr_scale or weight_decay, or if no parameter
-///          is left to train
+///          parameter that two groups match, a negative lr_scale or weight_decay, one that is
+///          quantized and trained, or if no parameter is left to train
 ParameterTable parameter_table(nn::Module& root, const ParameterRules& rules);
 
 /// Tensors and elements by group and optimizer, one line each.

@@ -30,6 +30,7 @@ struct Lanes {
   bool is_reduced_into_shards = false;   // by NCCL: gradient shards are memory of the communicators
   bool measures_exposure = false;        // on cuda, where it takes two events a wait
   int micro_batch = 0;                   // of the step
+  Tensor nf4_map;  ///< what codes are dequantized by; undefined without a group of them
   Tensor reduce_staging, replicate_staging, wire_buffer;
   Tensor partial_shard;  // between the sums in the group and over replicas, see Gradients::reduce
   Event partial_shard_free;

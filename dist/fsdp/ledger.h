@@ -15,6 +15,7 @@ struct UnitUse {
   bool keeps_part = false;  ///< a part stays after use, which gets out of date
   int64_t gathered_nbytes = 0, gradient_nbytes = 0;  ///< of gradients those of a reduce
   int num_reduces = 1;                               ///< pieces in which gradients travel
+  int64_t sent_nbytes = gathered_nbytes;             ///< by a gather: less than it makes, of codes
 };
 
 /// What the actions so far have left: the state of each unit's parameters and the slots taken, with

@@ -18,7 +18,7 @@ int64_t counted(int64_t nbytes) {
 
 /// What a rank keeps of a unit's shards in device memory, by what it is for.
 struct UnitBytes {
-  int64_t shards = 0, masters = 0, gradients = 0, whole_gradients = 0;
+  int64_t shards = 0, scales = 0, masters = 0, gradients = 0, whole_gradients = 0;
 };
 
 UnitBytes bytes_of(const UnitPlan& unit, const Policy& policy) {
@@ -28,8 +28,9 @@ UnitBytes bytes_of(const UnitPlan& unit, const Policy& policy) {
     // Parameters that stay are one piece, of which the shard is a part.
     if (!policy.offloads_parameters()) {
       bytes.shards +=
-          counted(dist::nbytes_of(unit.has_own_memory ? g.layout.numel : g.shard_numel, dtype));
+          counted(g.layout.shard_nbytes(g.has_own_memory ? g.layout.numel : g.shard_numel));
     }
+    if (g.layout.is_coded) bytes.scales += counted(dist::nbytes_of(num_scales(g.layout), kF32));
     if (!g.layout.is_trainable) continue;
     const int64_t shard_f32 = counted(dist::nbytes_of(g.shard_numel, kF32));
     if (dtype != kF32 && !policy.offloads()) bytes.masters += shard_f32;
@@ -77,28 +78,30 @@ MemoryPlan memory_plan(const FsdpParts& parts) {
   const auto add = [&plan](std::string what, MemoryClass c, int64_t nbytes) {
     if (nbytes > 0) plan.entries.push_back({std::move(what), c, nbytes});
   };
-  int64_t shards = 0, masters = 0, gradients = 0, whole = 0, unreduced = 0, leaves = 0;
+  int64_t shards = 0, scales = 0, masters = 0, gradients = 0, whole = 0, unreduced = 0, leaves = 0;
   int64_t kept_parts = 0;
   for (const auto& unit : parts.units) {
     const UnitBytes own = bytes_of(unit->plan(), policy);
-    shards += own.shards, masters += own.masters;
+    shards += own.shards, scales += own.scales, masters += own.masters;
     gradients += own.gradients, whole += own.whole_gradients;
     int64_t gathered = 0;
     for (const Group& g : unit->groups()) {
       gathered += dist::nbytes_of(g.layout.numel, g.layout.dtype);
       if (policy.part_size > 1) {
-        kept_parts += counted(dist::nbytes_of(g.layout.numel / policy.part_size, g.layout.dtype));
+        kept_parts += counted(g.layout.shard_nbytes(g.layout.numel / policy.part_size));
       }
       if (g.unreduced.is_defined()) unreduced += counted(g.unreduced.nbytes());
       leaves += g.leaves.num_buffers() * counted(dist::nbytes_of(unit->own_numel(g), kF32));
     }
-    plan.units.push_back(
-        {unit->name(), own.shards + own.masters, own.gradients + own.whole_gradients, gathered});
+    plan.units.push_back({unit->name(), own.shards + own.scales + own.masters,
+                          own.gradients + own.whole_gradients, gathered});
   }
   add(policy.mesh.shard_size == 1                        ? "parameters"
       : policy.options.strategy == Strategy::kShardOptim ? "parameters, whole"
                                                          : "parameter shards",
       MemoryClass::kParameters, shards);
+  if (parts.lanes.nf4_map.is_defined()) scales += counted(parts.lanes.nf4_map.nbytes());
+  add("scales of 16,384 codes each (NF4)", MemoryClass::kParameters, scales);
   add("f32 masters", MemoryClass::kParameters, masters);
   add("buffers and ignored parameters", MemoryClass::kParameters, nbytes_outside_units(parts));
   add("f32 gradient shards", MemoryClass::kGradients, gradients);

@@ -83,15 +83,22 @@ int64_t Advice::estimate(const Choice& choice) const {
       choice.strategy == Strategy::kFullShard || choice.strategy == Strategy::kHybridShard;
   const bool is_whole = choice.strategy == Strategy::kShardOptim || choice.shard_size == 1;
   const bool keeps_on_device = choice.offload != Offload::kParamsAndOptimizer;
+  const bool is_alone = choice.shard_size == 1 && keeps_on_device;
   int64_t shards = 0, slots = 0, largest_shard = 0;
   double states = 0;
   int64_t largest[2] = {};
   for (const UnitPlan& unit : units_) {
-    int64_t gathered = 0;
+    int64_t in_slot = 0;  // of groups that have no memory of their own
     for (const GroupPlan& g : unit.groups) {
       const int64_t numel = g.layout.numel, shard = numel / choice.shard_size;
       const int64_t item = choice.is_bf16 ? 2 : static_cast<int64_t>(size_of(g.layout.dtype));
-      gathered += numel * item;
+      if (g.layout.is_coded) {
+        in_slot += numel * item + (is_alone ? 0 : g.layout.shard_nbytes(numel));
+        shards += nbytes_of(num_scales(g.layout), kF32);
+        if (keeps_on_device) shards += g.layout.shard_nbytes(shard);
+        continue;
+      }
+      if (!is_whole || !keeps_on_device) in_slot += numel * item;
       if (keeps_on_device) shards += (is_whole ? numel : shard) * item;
       if (!g.layout.is_trainable) continue;
       largest_shard = std::max(largest_shard, shard);
@@ -100,14 +107,14 @@ int64_t Advice::estimate(const Choice& choice) const {
       if (choice.keeps_whole_gradients) shards += 4 * numel;
       if (choice.offload == Offload::kNone) states += state_bytes_ * static_cast<double>(shard);
     }
-    const int is_block = unit.is_block ? 1 : 0;
-    largest[is_block] = std::max(largest[is_block], gathered);
-    // What stays gathered has memory of its own, but for shards that are the whole.
-    if (!reshards && (!is_whole || !keeps_on_device)) slots += gathered;
+    if (reshards || is_alone) {
+      const int is_block = unit.is_block ? 1 : 0;
+      largest[is_block] = std::max(largest[is_block], in_slot);
+    } else {
+      slots += in_slot;
+    }
   }
-  if (reshards && (choice.shard_size > 1 || !keeps_on_device)) {
-    slots += largest[0] + (choice.depth + 1) * largest[1];
-  }
+  slots += largest[0] + (choice.depth + 1) * largest[1];
   if (!keeps_on_device) slots += kHostGradientSlots * 4 * largest_shard;
   if (choice.offload != Offload::kNone) {  // windows of states, and of masters and gradients
     states += kOffloadWindows * (state_bytes_ + (keeps_on_device ? 4 : 12)) *
@@ -227,9 +234,10 @@ void Advice::list_units() {
   for (size_t i = 0; i < std::min(kMostUnits, largest.size()); ++i) {
     int64_t parameters = 0, gradients = 0;
     for (const GroupPlan& g : largest[i]->groups) {
-      const int64_t numel =
-          mine_.strategy == Strategy::kShardOptim ? g.layout.numel : g.shard_numel;
-      parameters += nbytes_of(numel, g.layout.dtype);
+      const int64_t numel = mine_.strategy == Strategy::kShardOptim && !g.layout.is_coded
+                                ? g.layout.numel
+                                : g.shard_numel;
+      parameters += g.layout.shard_nbytes(numel);
       if (!g.layout.is_trainable) continue;
       if (g.layout.dtype != kF32) parameters += nbytes_of(g.shard_numel, kF32);
       gradients += nbytes_of(g.shard_numel, kF32);

@@ -27,7 +27,7 @@ Order::Order(std::vector<UnitUse> units, std::vector<int> num_slots, const Order
 // ---- actions
 
 void Order::emit(ActionKind kind, int unit, Phase phase, int piece) {
-  const int64_t nbytes = kind == ActionKind::kGather   ? ledger_.unit(unit).gathered_nbytes
+  const int64_t nbytes = kind == ActionKind::kGather   ? ledger_.unit(unit).sent_nbytes
                          : kind == ActionKind::kReduce ? ledger_.unit(unit).gradient_nbytes
                                                        : 0;
   const Action action{kind, phase, unit, nbytes, piece};

@@ -21,6 +21,8 @@ UnitPlan plan_unit(const UnitSpec& spec, const Policy& policy, const ParameterTa
   unit.is_block = spec.is_block;
   unit.is_tied = spec.is_tied;
   const PrecisionOptions& precision = policy.options.precision;
+  const bool has_own_memory = policy.residence == Residence::kWhole ||
+                              (policy.residence == Residence::kKeep && policy.gathers_in_place());
   for (GroupLayout& layout : make_layout(spec, precision, policy.num_layout_chunks(), table)) {
     GroupPlan g;
     g.shard_numel = layout.numel / policy.mesh.shard_size;
@@ -30,8 +32,18 @@ UnitPlan plan_unit(const UnitSpec& spec, const Policy& policy, const ParameterTa
     // about them.
     const bool is_kept_f32 = is_f32 && precision.param_dtype != kF32;
     g.wire_dtype = is_kept_f32 ? kF32 : policy.wire_dtype;
-    g.slot_offset = unit.gathered_nbytes;
-    unit.gathered_nbytes += round_up(nbytes_of(layout.numel, layout.dtype), kSlotAlignment);
+    const int64_t nbytes = round_up(nbytes_of(layout.numel, layout.dtype), kSlotAlignment);
+    unit.gathered_nbytes += nbytes;
+    unit.sent_nbytes += layout.is_coded ? layout.shard_nbytes(layout.numel) : nbytes;
+    g.has_own_memory = has_own_memory && !layout.is_coded;
+    if (!g.has_own_memory) {
+      g.slot_offset = unit.slot_nbytes;
+      unit.slot_nbytes += nbytes;
+    }
+    if (layout.is_coded && (policy.mesh.shard_size > 1 || policy.offloads_parameters())) {
+      g.code_offset = unit.slot_nbytes;
+      unit.slot_nbytes += round_up(layout.shard_nbytes(layout.numel), kSlotAlignment);
+    }
     if (layout.is_trainable) {
       g.grad_slot_offset = unit.gradient_nbytes;
       unit.gradient_nbytes += round_up(nbytes_of(layout.numel, g.grad_dtype), kSlotAlignment);
@@ -40,8 +52,9 @@ UnitPlan plan_unit(const UnitSpec& spec, const Policy& policy, const ParameterTa
     unit.groups.push_back(std::move(g));
   }
   unit.piece_nbytes = unit.gradient_nbytes;
-  unit.has_own_memory = policy.residence == Residence::kWhole ||
-                        (policy.residence == Residence::kKeep && policy.gathers_in_place());
+  // What is kept as codes has values in a slot alone.
+  unit.residence = policy.residence == Residence::kWhole && unit.is_coded() ? Residence::kReshard
+                                                                            : policy.residence;
   return unit;
 }
 
@@ -128,7 +141,7 @@ void plan_pools(Plan& plan, const Policy& policy, bool is_block) {
   int64_t gathered = 0, gradient = 0;  // of the largest
   for (const UnitPlan& u : plan.units) {
     if (u.is_block != is_block) continue;
-    gathered = std::max(gathered, u.gathered_nbytes);
+    gathered = std::max(gathered, u.slot_nbytes);
     if (u.num_pieces == 1) gradient = std::max(gradient, u.gradient_nbytes);
   }
   const auto make = [&plan](int64_t nbytes, int num_slots, bool is_gathered) {
@@ -138,17 +151,17 @@ void plan_pools(Plan& plan, const Policy& policy, bool is_block) {
   int shared_gathered = -1, shared_gradient = -1;
   for (UnitPlan& u : plan.units) {
     if (u.is_block != is_block) continue;
-    if (policy.residence == Residence::kReshard) {
-      if (u.is_tied || is_small(u.gathered_nbytes, gathered)) {
-        u.gathered_pool = make(u.gathered_nbytes, 1, true);
+    if (u.residence == Residence::kReshard) {
+      if (u.is_tied || is_small(u.slot_nbytes, gathered)) {
+        u.gathered_pool = make(u.slot_nbytes, 1, true);
       } else {
         if (shared_gathered < 0) {
           shared_gathered = make(gathered, is_block ? policy.prefetch_depth() + 1 : 1, true);
         }
         u.gathered_pool = shared_gathered;
       }
-    } else if (!u.has_own_memory) {
-      u.gathered_pool = make(u.gathered_nbytes, 1, true);
+    } else if (u.slot_nbytes > 0) {
+      u.gathered_pool = make(u.slot_nbytes, 1, true);
     }
     if (policy.keeps_whole_gradients() || u.gradient_nbytes == 0) continue;
     if (u.is_tied || u.num_pieces > 1 || is_small(u.gradient_nbytes, gradient)) {
@@ -205,6 +218,11 @@ bool UnitPlan::is_trainable() const {
                      [](const GroupPlan& g) { return g.layout.is_trainable; });
 }
 
+bool UnitPlan::is_coded() const {
+  return std::any_of(groups.begin(), groups.end(),
+                     [](const GroupPlan& g) { return g.layout.is_coded; });
+}
+
 int64_t UnitPlan::num_parameters() const {
   int64_t count = 0;
   for (const GroupPlan& g : groups) {
@@ -216,8 +234,9 @@ int64_t UnitPlan::num_parameters() const {
 std::vector<UnitUse> Plan::uses(const Policy& policy) const {
   std::vector<UnitUse> uses;
   for (const UnitPlan& u : units) {
-    uses.push_back({policy.residence, u.gathered_pool, u.is_trainable(), policy.part_size > 1,
-                    u.gathered_nbytes, u.piece_nbytes, u.num_pieces});
+    uses.push_back({u.residence, u.gathered_pool, u.is_trainable(), policy.part_size > 1,
+                    u.slot_nbytes > 0 ? u.slot_nbytes : u.gathered_nbytes, u.piece_nbytes,
+                    u.num_pieces, u.sent_nbytes});
   }
   return uses;
 }

@@ -33,6 +33,10 @@ struct GroupPlan {
   DType grad_dtype = kF32;                        ///< in which gradients are collected
   DType wire_dtype = kF32;                        ///< in which they travel
   int64_t slot_offset = 0, grad_slot_offset = 0;  ///< bytes
+  int64_t code_offset = -1;  ///< bytes; of the gathered codes in a slot; -1: none are gathered
+  /// Gathered parameters have memory of their own: all of them are the shard, or it is a part of
+  /// them.
+  bool has_own_memory = false;
 
   int64_t piece_numel = 0;   ///< of what a rank sums, in a piece; 0: all
   int64_t piece_offset = 0;  ///< bytes in a piece's slot, of the first rank's part
@@ -46,15 +50,16 @@ struct UnitPlan {
   bool is_block = false, is_tied = false;  ///< of UnitSpec
   std::vector<GroupPlan> groups;
   int64_t gathered_nbytes = 0, gradient_nbytes = 0;  ///< of the whole, as in a slot
-  int num_pieces = 1;                                ///< of its gradients
+  int64_t slot_nbytes = 0;  ///< of what has no memory of its own: values, and codes beside them
+  int64_t sent_nbytes = 0;  ///< that a gather moves, of all ranks
+  Residence residence = Residence::kReshard;
+  int num_pieces = 1;        ///< of its gradients
   int64_t piece_nbytes = 0;  ///< of a piece, as in a slot; else that of the gradients
-  /// Gathered parameters have memory of their own: all of them are the shard, or it is a part of
-  /// them.
-  bool has_own_memory = false;
   int gathered_pool = -1, gradient_pool = -1;  ///< index in `Plan::pools`; -1: none
   int piece_pool = -1;
 
   bool is_trainable() const;
+  bool is_coded() const;  ///< has a group of codes
   int64_t num_parameters() const;
 };
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "dist/fsdp/flat_bytes.h"
+#include "kernels/nf4/nf4.h"
 
 namespace tessera::dist {
 
@@ -16,11 +17,14 @@ std::vector<GroupLayout> make_layout(const UnitSpec& spec, const PrecisionOption
     const auto found = table.find(p.parameter);
     const ParameterSettings settings = found == table.end() ? ParameterSettings{} : found->second;
     const std::string optimizer = is_trainable ? settings.optimizer : "";
+    const bool is_coded = settings.is_coded;
     auto group = std::find_if(groups.begin(), groups.end(), [&](const GroupLayout& g) {
-      return g.dtype == dtype && g.is_trainable == is_trainable && g.optimizer == optimizer;
+      return g.dtype == dtype && g.is_trainable == is_trainable && g.optimizer == optimizer &&
+             g.is_coded == is_coded;
     });
     if (group == groups.end()) {
-      group = groups.insert(groups.end(), GroupLayout{dtype, is_trainable, {}, 0, optimizer});
+      group =
+          groups.insert(groups.end(), GroupLayout{dtype, is_trainable, {}, 0, optimizer, is_coded});
     }
     const Shape& shape = p.parameter->tensor.shape();
     group->placements.push_back(
@@ -31,6 +35,16 @@ std::vector<GroupLayout> make_layout(const UnitSpec& spec, const PrecisionOption
     group.numel = round_up(group.numel, kLayoutBlock * world_size);
   }
   return groups;
+}
+
+int64_t GroupLayout::shard_nbytes(int64_t count) const {
+  return is_coded ? nf4_nbytes(count) : nbytes_of(count, dtype);
+}
+
+int64_t num_scales(const GroupLayout& layout) {
+  int64_t sum = 0;
+  for (const Placement& p : layout.placements) sum += nf4_num_scales(p.numel);
+  return sum;
 }
 
 std::vector<optim::Segment> segments_in(const GroupLayout& layout, int64_t begin, int64_t end) {

@@ -18,6 +18,7 @@
 // and the whole is padded to 256 x world_size, under every strategy. Rank r of a shard group of S
 // owns chunk r of S. So 256-element blocks never straddle tensors or shards, and a norm has the
 // same blocks whatever the strategy. Padding is never read by norm, optimizer or checkpoint.
+// A group of codes (coded.h) has the same numbering: its granule of 256 elements is a record.
 // In reproducible mode the padding is that of kReproducibleChunks ranks for any number of them.
 
 namespace tessera::dist {
@@ -40,11 +41,18 @@ struct GroupLayout {
   std::vector<Placement> placements;
   int64_t numel = 0;  // with padding
   std::string optimizer = {};
+  bool is_coded = false;
+
+  /// Bytes of `count` elements, a multiple of 256, as shards hold and gathers send them.
+  int64_t shard_nbytes(int64_t count) const;
 };
 
 /// The groups of a unit, in the order in which their first parameters are registered.
 std::vector<GroupLayout> make_layout(const UnitSpec& spec, const PrecisionOptions& precision,
                                      int world_size, const ParameterTable& table = {});
+
+/// Scales that every rank has beside the codes of a group ([Note: Coded groups] in coded.h).
+int64_t num_scales(const GroupLayout& layout);
 
 /// The parts of the placements that lie in [begin, end) of the group, counted from `begin`.
 std::vector<optim::Segment> segments_in(const GroupLayout& layout, int64_t begin, int64_t end);

@@ -5,14 +5,14 @@
 namespace tessera::dist {
 
 ShardView::ShardView(const Fsdp& fsdp) : parts_(parts_of(fsdp)) {
-  const bool stays = parts_.policy.residence == Residence::kKeep;
   for (size_t u = 0; u < parts_.units.size(); ++u) {
     Unit& unit = *parts_.units[u];
+    const bool stays = unit.plan().residence == Residence::kKeep;
     for (size_t k = 0; k < unit.groups().size(); ++k) {
       const Group& g = unit.groups()[k];
       groups_.push_back({u, k, unit.name(), g.layout, unit.shard_begin(g), g.shard_numel,
                          unit.own_begin(g), unit.own_numel(g), g.values(),
-                         g.has_low_copy() ? g.shard : Tensor(), stays});
+                         g.has_low_copy() ? g.shard : Tensor(), stays, g.coded.get()});
     }
   }
 }

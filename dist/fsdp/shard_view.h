@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "dist/fsdp/coded.h"
 #include "dist/fsdp/fully_shard.h"
 #include "dist/fsdp/shard.h"
 
@@ -18,9 +19,11 @@ struct HeldGroup {
   int64_t begin;                 ///< of the rank's shard in the group
   int64_t numel;                 ///< of the shard
   int64_t own_begin, own_numel;  ///< of the shard, this rank's part among the replicas
-  Tensor values;                 ///< [numel]: the f32 master; of a frozen group what gathers send
-  Tensor low;           ///< [numel]: what gathers send, where that is rounded from `values`
-  bool stays_gathered;  ///< for the rest of a step, on all ranks
+  /// [numel]: the f32 master; of a frozen group what gathers send; undefined of codes.
+  Tensor values;
+  Tensor low;              ///< [numel]: what gathers send, where that is rounded from `values`
+  bool stays_gathered;     ///< for the rest of a step, on all ranks
+  Coded* coded = nullptr;  ///< in place of values; or null
 };
 
 /// What this rank holds of a sharded model, and how: for those who save, load, compare or describe

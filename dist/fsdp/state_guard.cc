@@ -64,6 +64,10 @@ void StateGuard::make_tables(nn::Module& model, optim::Optimizer& optimizer, con
   size_t shard = 0;
   for (const HeldGroup& g : view_.groups()) {
     const std::vector<optim::Segment> own = segments_in(g.layout, g.begin, g.begin + g.numel);
+    if (g.coded != nullptr) {
+      add_codes(g, own);
+      continue;
+    }
     states_.add(g.values, own, g.name, g.low.is_defined() ? "master" : "parameters");
     if (g.low.is_defined()) states_.add(g.low, own, g.name, "low-precision copy");
     if (g.layout.is_trainable) {
@@ -96,6 +100,21 @@ void StateGuard::make_tables(nn::Module& model, optim::Optimizer& optimizer, con
     add_flat(s.name, "state", s.values);
   }
   for (const auto& [name, values] : extras) add_flat(name, "the", values);
+}
+
+/// Codes, which are a rank's own or a replica's; scales, which are the same on all ranks.
+void StateGuard::add_codes(const HeldGroup& g, std::vector<optim::Segment> records) {
+  for (optim::Segment& s : records) {
+    s.begin = nf4_nbytes(s.begin), s.end = nf4_nbytes(s.end), s.offset = nf4_nbytes(s.offset);
+  }
+  states_.add(g.coded->codes(), records, g.name, "codes");
+  for (size_t i = 0; i < g.layout.placements.size(); ++i) {
+    const Tensor scales = g.coded->scales(i);
+    shared_.add(scales, whole(g.layout.placements[i].name, scales.numel()), g.name, "scales");
+  }
+  if (g.stays_gathered) {
+    shared_.add({}, segments_in(g.layout, 0, g.layout.numel), g.name, "gathered parameters", &g);
+  }
 }
 
 void StateGuard::add_sums(const Tensor& sums, const Table& table) const {

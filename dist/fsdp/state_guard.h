@@ -92,6 +92,7 @@ class StateGuard {
   };
 
   void make_tables(nn::Module& model, optim::Optimizer& optimizer, const Extras& extras);
+  void add_codes(const HeldGroup& g, std::vector<optim::Segment> records);
   void add_sums(const Tensor& sums, const Table& table) const;
   std::string find_drift(const Pending& pending, bool* is_any) const;
   std::string find_change(const Pending& pending) const;

@@ -44,10 +44,11 @@ std::vector<std::string> Unit::shard_parameters() {
     make_memory(g);
     if (g.layout.is_trainable) make_gradient_memory(g);
     // Padding is never read, but a shard is gathered whole: give it a value.
-    g.shard.fill_(0);
+    if (g.shard.is_defined()) g.shard.fill_(0);
     if (g.master.is_defined()) g.master.fill_(0);
     take_values(g, &missing);
   }
+  finish_codes();
   make_views();
   return missing;
 }
@@ -58,22 +59,41 @@ void Unit::make_memory(Group& g) {
   g.full = std::make_shared<Storage>(static_cast<size_t>(nbytes_of(layout.numel, layout.dtype)),
                                      lanes_.compute.device());
   const MemoryScope scope(MemoryClass::kParameters);
+  if (layout.is_coded) return make_codes(g);
   const auto make = [&](DType dtype, bool is_on_host) {
     return is_on_host ? empty_on_host(g.shard_numel, dtype) : empty({g.shard_numel}, dtype);
   };
-  if (plan_.has_own_memory && policy.residence == Residence::kKeep) {
+  if (g.has_own_memory && policy.residence == Residence::kKeep) {
     g.memory = lanes_.allocate(static_cast<int64_t>(g.full->nbytes()), MemoryClass::kParameters);
     g.shard = view_of_storage(g.memory, shard_begin(g), {g.shard_numel}, layout.dtype);
   } else {
     const bool is_sent = lanes_.gather_comm != nullptr && !policy.offloads_parameters();
     g.shard = is_sent ? lanes_.allocate_array(g.shard_numel, layout.dtype)
                       : make(layout.dtype, policy.offloads_parameters());
-    if (plan_.has_own_memory) g.memory = g.shard.storage();
+    if (g.has_own_memory) g.memory = g.shard.storage();
   }
   if (layout.dtype == kF32) {
     g.master = g.shard;
   } else if (layout.is_trainable) {
     g.master = make(kF32, policy.offloads());
+  }
+}
+
+void Unit::make_codes(Group& g) {
+  if (!lanes_.nf4_map.is_defined()) lanes_.nf4_map = nf4_map();
+  const Policy& policy = lanes_.policy;
+  const int64_t nbytes = g.layout.shard_nbytes(g.shard_numel);
+  const bool is_sent = lanes_.gather_comm != nullptr && !policy.offloads_parameters();
+  Tensor codes = is_sent                        ? lanes_.allocate_array(nbytes, kU8)
+                 : policy.offloads_parameters() ? empty_on_host(nbytes, kU8)
+                                                : empty({nbytes}, kU8);
+  codes.fill_(0);
+  g.coded = std::make_unique<Coded>(g.layout, shard_begin(g), codes);
+}
+
+void Unit::finish_codes() {
+  for (Group& g : groups_) {
+    if (g.coded != nullptr) g.coded->finish(lanes_, {"quantize", static_name_, -1});
   }
 }
 
@@ -102,14 +122,20 @@ void Unit::make_gradient_memory(Group& g) {
 void Unit::take_values(Group& g, std::vector<std::string>* missing) {
   const NoGrad no_grad;
   const int64_t first = shard_begin(g);
-  for (const Placement& p : g.layout.placements) {
+  for (size_t i = 0; i < g.layout.placements.size(); ++i) {
+    const Placement& p = g.layout.placements[i];
     const Tensor& value = p.parameter->tensor;
     if (!p.parameter->has_values()) missing->push_back(p.name);
     if (!value.storage()->is_materialized()) continue;
+    if (g.coded != nullptr) g.coded->set_written(i);
     const Overlap own(first, first + g.shard_numel, p.begin, p.numel);
     if (own.is_empty()) continue;
     const Tensor part =
         value.detach().contiguous().view({p.numel}).narrow(0, own.begin - p.begin, own.numel());
+    if (g.coded != nullptr) {
+      g.coded->write(i, own.begin - p.begin, part);
+      continue;
+    }
     g.shard.narrow(0, own.begin - first, own.numel()).copy_(part);
     if (g.has_low_copy()) g.master.narrow(0, own.begin - first, own.numel()).copy_(part);
   }
@@ -139,15 +165,23 @@ void Unit::write_shards(const std::vector<bool>& is_written) {
   size_t index = 0;
   for (Group& g : groups_) {
     const int64_t first = shard_begin(g);
-    for (const Placement& p : g.layout.placements) {
+    for (size_t i = 0; i < g.layout.placements.size(); ++i) {
+      const Placement& p = g.layout.placements[i];
       const Overlap own(first, first + g.shard_numel, p.begin, p.numel);
-      if (!is_written[index++] || own.is_empty()) continue;
+      if (!is_written[index++]) continue;
+      if (g.coded != nullptr) g.coded->set_written(i);
+      if (own.is_empty()) continue;
       const Tensor part = view_of_storage(g.full, own.begin, {own.numel()}, g.layout.dtype);
+      if (g.coded != nullptr) {
+        g.coded->write(i, own.begin - p.begin, part);
+        continue;
+      }
       Tensor shard = g.shard.narrow(0, own.begin - first, own.numel());
       if (shard.raw_data() != part.raw_data()) shard.copy_(part);
       if (g.has_low_copy()) g.master.narrow(0, own.begin - first, own.numel()).copy_(part);
     }
   }
+  finish_codes();
 }
 
 void Unit::detach() {

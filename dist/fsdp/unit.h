@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "dist/fsdp/coded.h"
 #include "dist/fsdp/exposure.h"
 #include "dist/fsdp/gathered.h"
 #include "dist/fsdp/gradients.h"
@@ -15,21 +16,22 @@ namespace tessera::dist {
 
 /// One group's buffers on this rank. Elements as in [Note: Flat layout].
 struct Group : GroupPlan {
-  Tensor master;  // f32 shard; undefined for frozen groups of a lower dtype
-  Tensor shard;   // param_dtype shard that gathers send; the master itself in f32
-  Tensor grad;    // f32 gradient shard; undefined for frozen groups
+  Tensor master;                 // f32 shard; undefined for frozen groups of a lower dtype
+  Tensor shard;                  // param_dtype shard that gathers send; the master itself in f32
+  std::unique_ptr<Coded> coded;  // in place of both where the group is kept as codes
+  Tensor grad;                   // f32 gradient shard; undefined for frozen groups
   std::unique_ptr<HostGradient> host_grad;  // where `grad` lives if not on the device
   // Gathered parameters; the views that modules use. It has bytes only where modules can read them;
   // gathers go to where those bytes will be.
   std::shared_ptr<Storage> full;
   std::shared_ptr<Storage> memory;     // of them, where they do not take a slot
   std::shared_ptr<Storage> full_grad;  // gradients before the reduce
-  Tensor part;       // 1 / part_size of the gathered parameters, kept for the next gathers
-  Tensor unreduced;  // f32: gradients of the whole group that `no_sync` keeps here
+  Tensor part;                   // 1 / part_size of what was gathered, kept for the next gathers
+  Tensor unreduced;              // f32: gradients of the whole group that `no_sync` keeps here
   std::vector<bool> is_written;  // a placement's gradient, since the slot was acquired
   LeafTree leaves;               // reproducible: this rank's part of the step's sum
 
-  /// What the optimizer updates, or of a frozen group what is saved.
+  /// What the optimizer updates, or of a frozen group what is saved; undefined of codes.
   const Tensor& values() const { return master.is_defined() ? master : shard; }
   /// `shard` is rounded from a master.
   bool has_low_copy() const { return master.is_defined() && master.impl() != shard.impl(); }
@@ -51,6 +53,8 @@ class Unit {
   /// This rank's part of the full parameters becomes that of its shards, where a placement (in the
   /// order of groups) is written.
   void write_shards(const std::vector<bool>& is_written);
+  /// Values that were written become codes where they are kept so. Collective.
+  void finish_codes();
   /// Takes the unit out of the modules' parameters; they have no bytes after this.
   void detach();
 
@@ -71,6 +75,7 @@ class Unit {
   void make_gradient_memory(Group& g);
   void take_values(Group& g, std::vector<std::string>* missing);
   void make_views();
+  void make_codes(Group& g);
 
   const UnitSpec spec_;
   const UnitPlan& plan_;

@@ -8,12 +8,26 @@ namespace {
 
 /// Calls `f(placement, target, begin)` for each part of a parameter that this rank's shards hold:
 /// `target` is its f32 master, or what a frozen group has, from element `begin` of the parameter on.
+/// Of a group of codes it is a piece of the values, in f32, which become codes after the call.
 template <class F>
 void for_each_own_part(Unit& unit, Group& g, const F& f) {
   const int64_t first = unit.shard_begin(g);
-  for (const Placement& p : g.layout.placements) {
+  for (size_t i = 0; i < g.layout.placements.size(); ++i) {
+    const Placement& p = g.layout.placements[i];
     const Overlap own(first, first + g.shard_numel, p.begin, p.numel);
+    if (g.coded != nullptr) g.coded->set_written(i);
     if (own.is_empty()) continue;
+    if (g.coded != nullptr) {
+      const MemoryScope scope(MemoryClass::kOther);
+      const int64_t begin = own.begin - p.begin;
+      const Tensor buffer = empty({std::min(own.numel(), Coded::kPieceNumel)});
+      for (int64_t at = 0; at < own.numel(); at += Coded::kPieceNumel) {
+        const Tensor piece = buffer.narrow(0, 0, std::min(own.numel() - at, Coded::kPieceNumel));
+        f(p, piece, begin + at);
+        g.coded->write(i, begin + at, piece);
+      }
+      continue;
+    }
     f(p, g.values().narrow(0, own.begin - first, own.numel()), own.begin - p.begin);
   }
 }
@@ -40,6 +54,7 @@ void Values::initialize(uint64_t seed) {
       });
       if (g.has_low_copy()) g.shard.copy_(g.master);
     }
+    unit->finish_codes();
   }
   missing_.clear();
 }
@@ -53,14 +68,20 @@ void Values::load_full(const std::function<Tensor(const std::string&)>& values) 
   for (const auto& unit : units_) {
     for (Group& g : unit->groups()) {
       const int64_t first = unit->shard_begin(g);
-      for (const Placement& p : g.layout.placements) {
+      for (size_t i = 0; i < g.layout.placements.size(); ++i) {
+        const Placement& p = g.layout.placements[i];
         const Tensor value = values(p.name);
         TESSERA_CHECK_EQ(value.shape(), p.shape, "load_full: {}", p.name);
         const Overlap own(first, first + g.shard_numel, p.begin, p.numel);
+        if (g.coded != nullptr) g.coded->set_written(i);
         if (own.is_empty()) continue;
-        g.values()
-            .narrow(0, own.begin - first, own.numel())
-            .copy_(value.contiguous().view({p.numel}).narrow(0, own.begin - p.begin, own.numel()));
+        const Tensor part =
+            value.contiguous().view({p.numel}).narrow(0, own.begin - p.begin, own.numel());
+        if (g.coded != nullptr) {
+          g.coded->write(i, own.begin - p.begin, part);
+        } else {
+          g.values().narrow(0, own.begin - first, own.numel()).copy_(part);
+        }
       }
     }
   }
@@ -73,6 +94,7 @@ void Values::shards_changed(optim::Optimizer* optimizer) {
     for (Group& g : unit->groups()) {
       if (g.has_low_copy()) g.shard.copy_(g.master);
     }
+    unit->finish_codes();
   }
   if (optimizer != nullptr && optimizer->has_stochastic_rounding()) optimizer->round_low();
 }

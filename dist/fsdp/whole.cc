@@ -19,12 +19,22 @@ void Whole::gather(Phase what, int64_t step) {
   for (size_t k = 0; k < groups.size(); ++k) {
     const Group& g = groups[k];
     if (what == Phase::kMaster) {
-      values[k] = gather_group(k, g.master.is_defined() ? g.master : g.shard.to(kF32), step);
+      values[k] = gather_group(k, master_of(g), step);
     } else if (g.layout.is_trainable) {
       values[k] = gather_group(k, g.home_of_grad(), step);
     }
   }
   values_ = std::move(values);
+}
+
+/// This rank's part of what the optimizer updates, or of a frozen group's values, in f32.
+Tensor Whole::master_of(const Group& g) const {
+  if (g.coded == nullptr) return g.master.is_defined() ? g.master : g.shard.to(kF32);
+  const Lanes& lanes = unit_.lanes();
+  const Tensor values = zeros({g.shard_numel});
+  g.coded->dequantize(lanes.compute, lanes.nf4_map, values.raw_data(), kF32,
+                      g.coded->codes().raw_data(), g.coded->begin(), g.shard_numel);
+  return values;
 }
 
 /// `shard`: this rank's part of the group's f32 values.

@@ -9,6 +9,7 @@
 
 namespace tessera::dist {
 
+struct Group;
 class Unit;
 
 /// The f32 values of a unit, gathered whole for one who reads them (`Fsdp::for_each_full`). The
@@ -29,6 +30,7 @@ class Whole {
  private:
   void check(bool is_there, const char* what) const;
   Tensor gather_group(size_t group, Tensor shard, int64_t step) const;
+  Tensor master_of(const Group& g) const;
 
   Unit& unit_;
   std::vector<Tensor> values_;  // empty: nothing is gathered
