@@ -33,6 +33,14 @@ namespace tessera::apps {
 
 inline constexpr int64_t kMaxConfigNbytes = 1 << 20;  ///< of the text of one
 
+/// How frozen weights are kept.
+enum class Quantize : unsigned char {
+  kNone,
+  kNf4,  ///< 4-bit codes (QLoRA)
+};
+constexpr auto enum_names(Quantize) {
+  return std::to_array<EnumName<Quantize>>({{Quantize::kNone, "none"}, {Quantize::kNf4, "nf4"}});
+}
 struct ModelConfig {
   std::string from;         ///< a model of transformers; the other keys are then its
   std::string source;       ///< where that was; goes into checkpoints
@@ -41,6 +49,7 @@ struct ModelConfig {
   int64_t context = 64, max_positions = 0, vocab = 0;
   std::string bos_ids, eos_ids, pad_ids;
   std::string frozen;  ///< patterns of parameters that stay as they are
+  Quantize quantize = Quantize::kNone;
   /// One of each family, in the order of nn::families: the other keys are their settings.
   std::vector<nn::FamilyConfig> families;
 

@@ -154,7 +154,24 @@ dist::ParameterRules parameter_rules(const Config& config, nn::Module& model) {
       return found == blocks.end() ? std::vector<int64_t>() : found->second;
     };
   }
+  if (config.model.quantize == Quantize::kNf4) rules.quantize = is_in_block;
   return rules;
+}
+
+void check_quantized(const Config& config, nn::Module& model) {
+  if (config.model.quantize == Quantize::kNone) return;
+  bool is_any = false;
+  for (const nn::NamedParameter& p : model.named_parameters()) {
+    if (!is_in_block(p)) continue;
+    is_any = true;
+    TESSERA_CHECK_AS(ConfigError, !p.parameter->tensor.requires_grad(),
+                     "{}: model.quantize = {}, but {} is trained, expected it frozen by "
+                     "model.frozen, and others to train, such as adapters",
+                     config.origin("model.quantize"), name_of(config.model.quantize), p.name);
+  }
+  TESSERA_CHECK_AS(ConfigError, is_any,
+                   "{}: model.quantize = {}, but the model has no linear layer in a block",
+                   config.origin("model.quantize"), name_of(config.model.quantize));
 }
 
 }  // namespace tessera::apps

@@ -20,4 +20,7 @@ std::string groups_text(const std::vector<dist::ParameterGroup>& groups);
 /// adamw_8bit adamw for tensors of fewer than 4096 elements.
 dist::ParameterRules parameter_rules(const Config& config, nn::Module& model);
 
+/// ConfigError with the key and the parameter if one that `model.quantize` makes codes of is trained.
+void check_quantized(const Config& config, nn::Module& model);
+
 }  // namespace tessera::apps

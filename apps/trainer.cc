@@ -247,6 +247,7 @@ Trainer::Trainer(const Config& config, dist::World& world, Data data, RunDir& ru
   token_check_.emplace(data_.files, std::move(check), world_);
   model_->set_recompute(config_.recompute);
   world_.control().verdict([&] { freeze_parameters(config_, *model_); });
+  world_.control().verdict([&] { check_quantized(config_, *model_); });
   try {
     fsdp_ = dist::fully_shard(*model_, world_, fsdp_options(config_, *model_));
   } catch (const ConfigError& error) {

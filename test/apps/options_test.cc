@@ -189,6 +189,30 @@ TEST_CASE("options: frozen and ignored parameters keep their values, the others 
   }
 }
 
+TEST_CASE("options: quantized weights are frozen, and the same on any number of ranks",
+          "[options]") {
+  const TempDir dir;
+  const auto message_of = [&](const std::vector<std::string>& arguments) {
+    const Config config = small_config(dir, arguments);
+    return error_of([&] { dist::run_ranks(1, [&](dist::World& world) { train(config, world); }); });
+  };
+  CHECK_THAT(message_of({"--model.quantize=nf4"}),
+             Catch::Contains("command line: model.quantize = nf4, but blocks.0.attn.qkv.weight is "
+                             "trained, expected it frozen by model.frozen"));
+  CHECK_THAT(message_of({"--model.quantize=nf4", "--model.frozen=blocks.0.*"}),
+             Catch::Contains("model.quantize = nf4, but blocks.1.attn.qkv.weight is trained"));
+  const std::vector<std::string> qlora = {"--model.frozen=blocks.*.weight", "--model.quantize=nf4"};
+  const auto first = parameters_after(1, qlora);
+  for (const int world_size : {2, 4}) {
+    for (const auto& [name, values] : parameters_after(world_size, qlora)) {
+      CAPTURE(world_size, name);
+      if (name.starts_with("blocks.") && name.ends_with(".weight")) {
+        CHECK(values == first.at(name));
+      }
+    }
+  }
+}
+
 TEST_CASE("options: groups of parameters: what fits no parameter, two groups or no matrix is named",
           "[options]") {
   const TempDir dir;

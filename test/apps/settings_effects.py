@@ -353,6 +353,8 @@ ROWS = [
     Row("model.source", "@SOURCE@", export_has_file("tokenizer_config.json"), TOKENS),
     Row("model.frozen", "blocks.0.*", lambda a, b: a.steps[0]["loss"] == b.steps[0]["loss"] and
         a.steps[0]["grad_norm"] > b.steps[0]["grad_norm"] > 0),
+    Row("model.quantize", "nf4", both(other_numbers, lambda a, b: b.count("nf4_dequantize") > 0),
+        {"model.frozen": "blocks.*.weight"}),
     Row("model.layers", 3, lambda a, b: b.count("attention_fwd") * 2 == a.count("attention_fwd") * 3),
     Row("model.heads", 4, both(other_numbers, lambda a, b: "(4 heads of 4" in b.tree())),
     Row("model.kv_heads", 1, both(other_numbers, other_tree)),
