@@ -12,7 +12,8 @@ folder and that each test is still there.
 
 What changes is the whole text, or what stands in [[ ]] where the rest only says which place is meant:
 an expression, or statements if it ends with a semicolon. A test is `run KEY` (settings_effects.py, the
-rows of that key) or `NAME FILTER` (a program of Catch2, and the start of a test case's name).
+rows of that key), `random N` (case N of random_runs.py) or `NAME FILTER` (a program of Catch2, and the
+start of a test case's name).
 """
 import argparse
 import glob
@@ -171,7 +172,7 @@ PLANTED = [bound_to_a_copy(*each) for each in NOWHERE] + [
     Row("MFU of another peak", APPS, "([[config_.output.peak_tflops * 1e12 * world_.world_size()]])",
         "1e12 * world_.world_size()",
         "run output.peak_tflops"),
-    Row("MFU of the forward alone", "nn", "return [[6.0]] * (", "2.0",
+    Row("MFU of the forward alone", "nn", "passes = weight.requires_grad() ? [[6]] : 4;", "2",
         "run output.peak_tflops"),
     Row("tokens/s of one rank", APPS,
         "m.tokens_per_second = [[static_cast<double>(tokens_per_step_)]]",
@@ -220,6 +221,32 @@ PLANTED = [bound_to_a_copy(*each) for each in NOWHERE] + [
     Row("clip does not wait for a gather that nobody used", FSDP,
         "[[wait_for_gather();]] state_ = gathered;", "",
         "dist/fsdp/order fsdp order: the norm waits for gathers"),
+
+    # Faults of use, which random runs find.
+    Row("a run begins anew over another one", APPS,
+        "if ([[config_.output.overwrite || resumes_in_place()]]) return;", "true", "random 1"),
+    Row("a directory in use is taken", APPS, "if ([[is_held_by_another(error)]]) return nullptr;", "false",
+        "random 1"),
+    Row("the settings of ranks are not compared", APPS,
+        "if ([[std::all_of(hashes.begin(), hashes.end(), [&](uint64_t h) { return h == mine; })]]) return;",
+        "true", "random 1"),
+    Row("a token outside the vocabulary is met in training", APPS,
+        "if ([[!is_known_[i] || largest_[i] < options_.vocab_size]]) continue;", "true", "random 1"),
+    Row("no checkpoint after the last step", APPS,
+        "if ([[config_.checkpoint.last || checkpoints_.is_due(step_)]]) checkpoints_.save(progress());",
+        "false", "random 1"),
+    Row("Ctrl-C and a closed terminal end a run unsaved", APPS,
+        "if ([[number == SIGHUP && previous[i].sa_handler == SIG_IGN]]) continue;",
+        "number == SIGHUP || number == SIGINT", "random 1"),
+    Row("standard descriptors stay closed", "core", "if ([[::fcntl(fd, F_GETFD) != -1]]) continue;", "true",
+        "random 1"),
+    Row("changed bytes of a checkpoint are read", "dist/checkpoint", "if ([[hash == record.hash]]) return;",
+        "true", "random 1"),
+    Row("a changed manifest is read", "dist/checkpoint",
+        "if ([[seal.substr(kSealBegin.size()) == hex(hash_of(body.data(), std::ssize(body)))]]) return true;",
+        "true", "random 1"),
+    Row("a gather writes what a save reads", FSDP, "void shards_changed() { [[shards_ready_ = {};]] }",
+        "shards_ready_ = ::tessera::current_stream().record();", "random 1"),
 ]
 
 
@@ -253,6 +280,8 @@ def check(root):
                             f"once: {row.old.strip()!r} ({', '.join(place.file for place in places)})")
         for test in row.tests:
             name, filter_ = test.split(" ", 1)
+            if name == "random":
+                continue
             if name == "run":
                 if f'"{filter_}"' not in effects:
                     problems.append(f"{row.name}: no row of {filter_} in settings_effects.py")
@@ -268,6 +297,8 @@ def parse_test(copy, words):
     name, filter_ = words.split(" ", 1)
     if name == "run":
         return copy.tests["apps/settings_effects"], ["--only", filter_]
+    if name == "random":
+        return copy.tests["apps/random_runs"], ["--case", filter_]
     return copy.tests[name], [filter_ + "*"]
 
 

@@ -119,6 +119,8 @@ class WorkCopy:
         done = run(["bash", "apps/setup.sh", "--unity=off", *setup], cwd=self.dir)
         if done.returncode != 0:
             raise SystemExit(f"{self.dir}: setup failed: {done.stdout[-500:]}{done.stderr[-500:]}")
+        # A build that was there before knows the tests of an older tree.
+        run(["ninja", "-C", "build", "build.ninja"], cwd=self.dir)
         self.read_tests()
 
     def read_tests(self):

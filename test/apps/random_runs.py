@@ -14,11 +14,22 @@ checkpoints in between) and are resumed until the run is finished. Invariants:
   * what is not ours in the directory is untouched; nothing stays in shared memory; no process stays.
 
 Prints a line for each failure, with the command lines, and at the end how many cases ran.
+
+What it does not look at, and which tests do instead: benchmarks (apps/bench/checkpoint), imports and
+exports of others' files (apps/model_from, dist/checkpoint/hf), files that change or break while they are
+mapped, pipes and devices in place of files, full disks (apps/faults, core/files), tokens of a damaged
+text, guards that skip or go back (apps/trainer, dist/fsdp/guards), other launchers than mpirun
+(apps/launch), checkpoints of other versions and other models or rates at a resume
+(dist/checkpoint/manifest, apps/resume_keys), what memory is said to be needed (dist/fsdp/peak), keys that
+change nothing in numbers (settings_effects.py), limits of a control group (core/runtime/cpu/quota), and
+sizes that nobody trains with (fuzz, apps/config). Faults that it finds are planted by planted.py, each
+with the number of a case that does.
 """
 import argparse
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import struct
@@ -356,11 +367,22 @@ class Case:
 
     # What happens between two lives.
     def damage(self, out):
-        """One byte of a file of the newest of several checkpoints."""
+        """One byte of a file of the newest of several checkpoints, or where it says to go on."""
         whole = self.checkpoints(out)
         if len(whole) < 2:
             return
         folder = os.path.join(out, whole[-1])
+        if self.draw.maybe(0.3):
+            path = os.path.join(folder, "manifest.json")
+            with open(path) as file:
+                text = file.read()
+            found = re.search(r'"next_sample": *(\d+)', text)
+            place = self.draw.randrange(*found.span(1))
+            digit = self.draw.choice([c for c in "123456789" if c != text[place]])
+            with open(path, "w") as file:
+                file.write(text[:place] + digit + text[place + 1:])
+            self.log.append(f"# another digit at byte {place} of {path}")
+            return
         path = os.path.join(folder, self.draw.choice(sorted(os.listdir(folder))))
         with open(path, "r+b") as file:
             size = os.path.getsize(path)
@@ -382,6 +404,22 @@ class Case:
         changed = {name for name, data in self.files(keys["output.dir"]).items()
                    if before.get(name) != data and not name.endswith(".lock")}
         check(not changed, f"a second run into the directory changed {sorted(changed)}")
+
+    def intruder(self, process, keys, out):
+        """The same command again while the run is alive."""
+        if not self.wait_for(process, out, 1):
+            return
+        command = [os.path.join(self.options.apps, "tessera-train")]
+        command += [f"--{k}={v}" for k, v in keys.items()]
+        if self.ranks > 1:
+            command = self.mpirun(self.ranks) + command
+        self.log.append("# while it runs: " + " ".join(command))
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT,
+                              env=dict(os.environ, OMPI_ALLOW_RUN_AS_ROOT="1",
+                                       OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1"))
+        # One that came after the end has found all steps done.
+        check(done.returncode == 2 or process.poll() is not None,
+              f"a run into a directory in use: status {done.returncode}: {done.stderr[-800:]}")
 
     @staticmethod
     def files(path):
@@ -440,6 +478,8 @@ class Case:
         for life, end in enumerate(ends + [self.end_plainly]):
             self.lines_before = self.num_lines(out)
             process = self.launch(keys, closed=closed)
+            if d.maybe(0.15):
+                self.intruder(process, keys, out)
             states, zero = end(process, out)
             status = self.finish(process)
             state = self.status(out)["state"]

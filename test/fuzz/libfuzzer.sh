@@ -12,11 +12,11 @@ sources=(test/fuzz/libfuzzer.cc test/fuzz/targets.cc test/fuzz/data_targets.cc t
   apps/data/byte_stream.cc apps/data/json_line.cc apps/data/parquet_files.cc apps/data/row_assembler.cc core/utf8.cc
   apps/packed_samples.cc apps/data/documents.cc apps/data/packing.cc apps/data/permutation.cc apps/data/text_files.cc
   apps/config.cc apps/config_parse.cc apps/config_table.cc core/settings.cc apps/data.cc apps/model_from.cc
-  apps/run_dir.cc apps/text/*.cc apps/text/jinja/*.cc apps/chats.cc core/fatal_signals.cc core/runtime/allocator.cc
+  apps/encode_documents.cc apps/parameter_groups.cc apps/run_dir.cc apps/text/*.cc apps/text/jinja/*.cc apps/chats.cc core/fatal_signals.cc core/runtime/allocator.cc
   dist/checkpoint/hf_files.cc dist/checkpoint/huggingface.cc
   core/check.cc core/dtype.cc core/fault_guard.cc core/files.cc core/log.cc core/random.cc
   core/shape.cc core/text.cc
-  core/formats/durable_file.cc core/formats/safetensors.cc core/formats/strict_json.cc
+  core/formats/durable_file.cc core/formats/parameters.cc core/formats/safetensors.cc core/formats/strict_json.cc
   dist/checkpoint/manifest.cc nn/family.cc nn/hf/config.cc nn/hf/keys.cc nn/hf/parameters.cc)
 cd "$root"
 families=
