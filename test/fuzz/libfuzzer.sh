@@ -26,7 +26,7 @@ for file in nn/*/family.cc; do
 done
 # What the parsers do not call of their neighbours, such as models, is not there.
 clang++ -std=c++20 -g -O1 -march=x86-64-v3 -fsanitize=fuzzer,address,undefined -fno-sanitize=vptr -fno-sanitize-recover=undefined -no-pie \
-  -I. "-DTESSERA_FAMILIES(F)=$families" -DTESSERA_FUZZ_TARGET="\"$target\"" "${sources[@]}" -Wl,--unresolved-symbols=ignore-all -lfmt -lxxhash -lz -lzstd -lsnappy -llz4 -lpcre2-8 \
+  -I. "-DTESSERA_FAMILIES(F)=$families" -DTESSERA_FUZZ_TARGET="\"$target\"" "${sources[@]}" $(pkg-config --cflags --libs tomlplusplus) -Wl,--unresolved-symbols=ignore-all -lfmt -lxxhash -lz -lzstd -lsnappy -llz4 -lpcre2-8 \
   -o "$build/$target"
 TESSERA_FUZZ_DICTIONARY="$build/$target.dict" TESSERA_FUZZ_SEEDS="$build/seeds-$target" "$build/$target"
 seeds="test/fuzz/corpus/$target"
