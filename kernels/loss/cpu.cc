@@ -93,6 +93,22 @@ template <class T>
   return online;
 }
 
+/// The mean of a row's logits, as bounded by `cap` unless that is 0.
+template <class T>
+[[gnu::flatten]] ComputeType<T> row_mean(const T* x, int64_t vocab, ComputeType<T> cap) {
+  using C = ComputeType<T>;
+  double sum = 0;  // over blocks
+  for (int64_t first = 0; first < vocab; first += kBlock) {
+    Vector<C> sums = tessera::cpu::broadcast(C(0));
+    for_lanes<C>(std::min(kBlock, vocab - first), [&](int64_t c, auto lanes) {
+      const Vector<C> values = load_lanes<C>(x + first + c, lanes);  // 0 beyond the end
+      sums += cap > 0 ? capped_fraction<C>(values, cap) * cap : values;
+    });
+    sum += static_cast<double>(tessera::cpu::sum_lanes<C>(sums));
+  }
+  return static_cast<C>(sum / static_cast<double>(vocab));
+}
+
 template <class T>
 [[gnu::flatten]] OnlineSum<ComputeType<T>> row_sum(const T* x, int64_t vocab) {
   using C = ComputeType<T>;
@@ -128,7 +144,7 @@ template <class T, class D>
 void cross_entropy_bwd_rows(const CrossEntropyBwd& a) {
   using C = ComputeType<T>;
   using Accuracy = std::conditional_t<std::is_same_v<T, double>, T, D>;
-  const C scale = *static_cast<const C*>(a.scale), cap = static_cast<C>(a.softcap);
+  const C cap = static_cast<C>(a.softcap), smoothing = static_cast<C>(a.label_smoothing);
   for_each_row(a.rows, a.vocab, [&](int64_t row) {
     D* dst = static_cast<D*>(a.dlogits) + row * a.dlogits_row_stride;
     if (target_at(a.targets, row) == a.targets.ignore_index) {
@@ -139,6 +155,15 @@ void cross_entropy_bwd_rows(const CrossEntropyBwd& a) {
     const T* x = static_cast<const T*>(a.logits) + row * a.row_stride;
     const C max = static_cast<const C*>(a.stats)[2 * row];
     const C log_sum = static_cast<const C*>(a.stats)[2 * row + 1];
+    const C scale = static_cast<const C*>(a.scale)[row * a.scale_stride];
+    // What p, the target and all classes count.
+    const C of_p = a.z_loss > 0 ? scale * (1 + 2 * C(a.z_loss) * (max + log_sum)) : scale;
+    const C of_target = scale * (1 - smoothing);
+    const C of_all = scale * smoothing / static_cast<C>(a.last_class());
+    const bool is_plain = a.z_loss == 0 && smoothing == 0;
+    const auto at_target_of = [=](C p) {
+      return is_plain ? (p - 1) * scale : p * of_p - of_target - of_all;
+    };
     // The target's own, where p - 1 cancels, from an accurate exponential. Its inputs are read
     // before the row is written over them.
     const C before = a.accumulate && has_target ? C(dst[target]) : C(0);
@@ -146,18 +171,18 @@ void cross_entropy_bwd_rows(const CrossEntropyBwd& a) {
     if (cap > 0) {
       const C t = capped_fraction_of<C>(target_logit, cap);
       const C at_target =
-          before + (tessera::cpu::exp((t * cap - max) - log_sum) - 1) * scale * (1 - t * t);
+          before + at_target_of(tessera::cpu::exp((t * cap - max) - log_sum)) * (1 - t * t);
       write_row<D, C>(dst, a.vocab, a.accumulate, [=](int64_t c, auto lanes) {
         const Vector<C> t_lanes = capped_fraction<C>(load_lanes<C>(x + c, lanes), cap);
-        return exp_lanes<Accuracy>((t_lanes * cap - max) - log_sum) * scale *
+        return (exp_lanes<Accuracy>((t_lanes * cap - max) - log_sum) * of_p - of_all) *
                (1 - t_lanes * t_lanes);
       });
       if (has_target) assign(dst[target], at_target);
       return;
     }
-    const C at_target = before + (tessera::cpu::exp((target_logit - max) - log_sum) - 1) * scale;
+    const C at_target = before + at_target_of(tessera::cpu::exp((target_logit - max) - log_sum));
     write_row<D, C>(dst, a.vocab, a.accumulate, [=](int64_t c, auto lanes) {
-      return exp_lanes<Accuracy>((load_lanes<C>(x + c, lanes) - max) - log_sum) * scale;
+      return exp_lanes<Accuracy>((load_lanes<C>(x + c, lanes) - max) - log_sum) * of_p - of_all;
     });
     if (has_target) assign(dst[target], at_target);
   });
@@ -280,6 +305,11 @@ void cross_entropy_fwd(const CrossEntropyFwd& a) {
         const C logit = cap > 0 ? capped_fraction_of<C>(C(x[target]), cap) * cap : C(x[target]);
         max = online.max, log_sum = std::log(online.sum);
         loss = log_sum - (logit - max);
+        if (a.label_smoothing > 0) {
+          loss += C(a.label_smoothing) * (logit - row_mean(x, a.vocab, cap));
+        }
+        const C log_z = max + log_sum;
+        if (a.z_loss > 0) loss += C(a.z_loss) * log_z * log_z;
       }
       static_cast<C*>(a.losses)[row] = loss;
       if (a.stats != nullptr) {

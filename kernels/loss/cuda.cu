@@ -2,6 +2,8 @@
 //
 //   log p[c] = (x[c] - max) - log(sum(exp(x - max)));  loss = -log p[target]
 //   dlogits[c] = (p[c] - [c == target]) * scale
+// Label smoothing  e: [c == target] is (1 - e) [c == target] + e / V; the forward reads the row twice
+// Z-loss           z log(sum(exp(x)))^2 more; p counts times 1 + 2 z log(sum(exp(x)))
 // Soft-cap         x = cap tanh(logit / cap) as it is read; dlogits counts times 1 - tanh^2
 // Layout           rows of 16-byte vectors where rows start at 16 bytes, else element by element
 // Parallelization  a block a row: each thread keeps a maximum and a sum against it (online
@@ -162,6 +164,22 @@ __device__ void add_cols(OnlineSum& online, const T* row, int64_t begin, int64_t
   }
 }
 
+/// The sum of columns [0, end), in every thread; `smem` holds a float a warp.
+template <int kBlock, int W, class T>
+__device__ float sum_cols(const T* row, int64_t end, float cap, float* smem) {
+  float sum = 0;
+  for (int64_t step = 0; step < num_steps<kBlock, W>(end); ++step) {
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int64_t col = column<kBlock, W>(0, step, u);
+      const Floats<W> values = load_capped<W>(row, col, end, cap);
+#pragma unroll
+      for (int i = 0; i < W; ++i) sum += col + i < end ? values[i] : 0.0f;
+    }
+  }
+  return block_sum<kBlock>(sum, smem);
+}
+
 template <int kBlock, int W, class D>
 __device__ void zero_cols(D* row, int64_t vocab) {
   for (int64_t step = 0; step < num_steps<kBlock, W>(vocab); ++step) {
@@ -183,6 +201,10 @@ __global__ void __launch_bounds__(kRowBlock, 3) cross_entropy_fwd_kernel(const C
     add_cols<kRowBlock, W>(online, x, 0, p.vocab, p.softcap);
     online.combine<kRowBlock>(dynamic_smem<float>());
   }
+  float sum = 0;
+  if (p.label_smoothing > 0.0f && !is_ignored) {
+    sum = sum_cols<kRowBlock, W>(x, p.vocab, p.softcap, dynamic_smem<float>());
+  }
   if (threadIdx.x != 0) return;
   const bool is_class = target >= 0 && target < p.vocab;
   const float log_sum = is_ignored ? 0.0f : logf(online.sum);
@@ -191,7 +213,12 @@ __global__ void __launch_bounds__(kRowBlock, 3) cross_entropy_fwd_kernel(const C
                       : is_class
                           ? static_cast<float>(load_capped<1>(x, target, p.vocab, p.softcap)[0])
                           : NAN;
-  static_cast<float*>(p.losses)[row] = log_sum - (logit - max);
+  float loss = log_sum - (logit - max);
+  if (p.label_smoothing > 0.0f && !is_ignored) {
+    loss += p.label_smoothing * (logit - sum / static_cast<float>(p.vocab));
+  }
+  if (p.z_loss > 0.0f) loss += p.z_loss * (max + log_sum) * (max + log_sum);  // ignored: of 0
+  static_cast<float*>(p.losses)[row] = loss;
   if (p.stats == nullptr) return;
   static_cast<float*>(p.stats)[2 * row] = max;
   static_cast<float*>(p.stats)[2 * row + 1] = log_sum;
@@ -210,10 +237,14 @@ __global__ void __launch_bounds__(kRowBlock, 3)
   const T* const x = static_cast<const T*>(p.logits) + row * p.row_stride;
   const float max = static_cast<const float*>(p.stats)[2 * row];
   const float log_sum = static_cast<const float*>(p.stats)[2 * row + 1];  // of_fused: the sum
-  const bool is_class =
-      target_class >= 0 && target_class < (p.num_classes > 0 ? p.num_classes : p.vocab);
+  const int64_t num_classes = p.num_classes > 0 ? p.num_classes : p.vocab;
+  const bool is_class = target_class >= 0 && target_class < num_classes;
   const int64_t target = target_class - p.first;
-  const float scale = is_class ? *static_cast<const float*>(p.scale) : NAN;
+  const float scale = is_class ? static_cast<const float*>(p.scale)[row * p.scale_stride] : NAN;
+  // What p, the target and all classes count.
+  const float of_p = p.z_loss > 0.0f ? scale * (1.0f + 2.0f * p.z_loss * (max + log_sum)) : scale;
+  const float of_target = scale * (1.0f - p.label_smoothing);
+  const float of_all = scale * p.label_smoothing / static_cast<float>(num_classes);
   const float inner = 2.0f * kLog2E / p.softcap, factor = scale / log_sum;
   for (int64_t step = 0; step < num_steps<kRowBlock, W>(p.vocab); ++step) {
     Floats<W> values[kUnroll];
@@ -227,16 +258,16 @@ __global__ void __launch_bounds__(kRowBlock, 3)
       const int64_t col = column<kRowBlock, W>(0, step, u);
 #pragma unroll
       for (int i = 0; i < W; ++i) {
-        const float at_target = col + i == target ? scale : 0.0f;
+        const float at_target = col + i == target ? of_target : 0.0f;
         if (p.softcap > 0.0f) {
           const float t = capped_fraction(values[u][i], inner);
           const float p_col = exp_approx((p.softcap * t - max) - log_sum);
-          values[u][i] = (p_col * scale - at_target) * (1.0f - t * t);
+          values[u][i] = (p_col * of_p - at_target - of_all) * (1.0f - t * t);
         } else if (p.of_fused) {
           values[u][i] = exp_approx(values[u][i] - max) * factor - at_target;
         } else {
           const float p_col = exp_approx((values[u][i] - max) - log_sum);
-          values[u][i] = p_col * scale - at_target;
+          values[u][i] = p_col * of_p - at_target - of_all;
         }
       }
       store_cols(dst, col, p.vocab, values[u], p.accumulate);

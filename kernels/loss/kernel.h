@@ -23,7 +23,8 @@ struct Targets {
 
 /// losses[r] = log(sum(exp(x[r] - max))) - (x[r][target] - max), 0 for an ignored row;
 /// stats[r] = {max, log(sum(exp(x[r] - max)))}: log p = (x - max) - log sum without cancellation.
-/// With a soft-cap x = softcap tanh(logits / softcap), else x = logits.
+/// With a soft-cap x = softcap tanh(logits / softcap), else x = logits. With label smoothing e in place
+/// of x[r][target] (1 - e) x[r][target] + e mean(x[r]); with a z-loss z (max + log sum)^2 is added.
 struct CrossEntropyFwd {
   void* losses;  ///< [rows], f32 (f64)
   void* stats;   ///< [rows, 2], f32 (f64); absent if no backward follows
@@ -33,12 +34,15 @@ struct CrossEntropyFwd {
   int64_t rows, vocab;
   int64_t row_stride;  ///< elements between rows of logits
   float softcap = 0;   ///< 0: none
+  float z_loss = 0, label_smoothing = 0;
   Cost cost() const;
 };
 TESSERA_DECLARE_KERNEL(cross_entropy_fwd, CrossEntropyFwd);
 
 /// dlogits[r][c] = (exp(log p[r][c]) - [c == target]) * scale, 0 for an ignored row; with a soft-cap
-/// times its derivative, 1 - tanh(logits / softcap)^2.
+/// times its derivative, 1 - tanh(logits / softcap)^2. With label smoothing e over V classes
+/// [c == target] is (1 - e) [c == target] + e / V; with a z-loss exp(log p) counts times
+/// 1 + 2 z log(sum(exp(x))).
 /// dlogits may be logits, also if its dtype is narrower: a row then starts at the same byte.
 /// Columns [first, first + vocab) of all classes, with the bits that they have beside the others.
 struct CrossEntropyBwd {
@@ -46,7 +50,7 @@ struct CrossEntropyBwd {
   const void* logits;
   const void* stats;  ///< [rows, 2] of the forward; with `of_fused`, what CrossEntropyFused left
   Targets targets;
-  const void* scale;    ///< one f32 (f64 for f64 logits) on the device: the upstream gradient
+  const void* scale;    ///< f32 (f64 for f64 logits) on the device: the upstream gradient
   DType dtype;          ///< of logits
   DType dlogits_dtype;  ///< dtype, or bf16 or f16 beside f32 logits
   bool accumulate;
@@ -54,15 +58,17 @@ struct CrossEntropyBwd {
   int64_t row_stride, dlogits_row_stride;  ///< elements
   float softcap = 0;                       ///< that of the forward
   int64_t first = 0, num_classes = 0;      ///< num_classes = 0: vocab, all of them
-  bool of_fused = false;                   ///< the bits of CrossEntropyFused; no soft-cap then
-  int64_t stats_stride = 2;                ///< elements between rows of stats
+  bool of_fused = false;     ///< the bits of CrossEntropyFused, which has nothing of the below
+  int64_t stats_stride = 2;  ///< elements between rows of stats
+  float z_loss = 0, label_smoothing = 0;  ///< those of the forward
+  int64_t scale_stride = 0;               ///< 1: each row has a scale of its own
   int64_t last_class() const { return num_classes > 0 ? num_classes : vocab; }
   Cost cost() const;
 };
 TESSERA_DECLARE_KERNEL(cross_entropy_bwd, CrossEntropyBwd);
 
-/// Losses and gradients in one call, with one exponential an element; without a soft-cap. The logits
-/// are scratch and are overwritten by dlogits (f32 logits may become bf16 or f16; rows start at the same byte).
+/// Losses and gradients in one call, with one exponential an element; without a soft-cap, a z-loss or
+/// label smoothing. The logits are scratch and are overwritten by dlogits (f32 logits may become bf16 or f16; rows start at the same byte).
 struct CrossEntropyFused {
   void* losses;  ///< [rows], f32 (f64)
   void* logits;  ///< becomes dlogits

@@ -30,7 +30,8 @@ int64_t nbytes_of(const Targets& targets, int64_t rows) {
 }  // namespace
 
 Cost CrossEntropyFwd::cost() const {
-  return Cost((softcap > 0 ? 7.0 : 4.0) * static_cast<double>(rows * vocab))
+  const double flops = (softcap > 0 ? 7.0 : 4.0) + (label_smoothing > 0 ? 1.0 : 0.0);
+  return Cost(flops * static_cast<double>(rows * vocab))
       .read(logits, span_nbytes(rows, vocab, row_stride, dtype))
       .read(targets.data, nbytes_of(targets, rows))
       .write(losses, rows * stat_size(dtype))
@@ -38,11 +39,12 @@ Cost CrossEntropyFwd::cost() const {
 }
 
 Cost CrossEntropyBwd::cost() const {
-  return Cost((softcap > 0 ? 10.0 : 4.0) * static_cast<double>(rows * vocab))
+  const double flops = (softcap > 0 ? 10.0 : 4.0) + (label_smoothing > 0 ? 1.0 : 0.0);
+  return Cost(flops * static_cast<double>(rows * vocab))
       .read(logits, span_nbytes(rows, vocab, row_stride, dtype))
       .read(targets.data, nbytes_of(targets, rows))
       .read(stats, rows * stats_stride * stat_size(dtype))
-      .read(scale, stat_size(dtype))
+      .read(scale, (scale_stride > 0 ? rows : 1) * stat_size(dtype))
       .write_or_accumulate(dlogits, span_nbytes(rows, vocab, dlogits_row_stride, dlogits_dtype),
                            accumulate);
 }
@@ -115,7 +117,7 @@ LossSum add_up(const Tensor& losses, const Targets& targets) {
 struct LinearLoss {
   Tensor x, w, targets;
   int64_t ignore_index;
-  float softcap = 0;
+  float softcap = 0, z_loss = 0, label_smoothing = 0;
   int64_t rows = 0, width = 0, vocab = 0, chunk_rows = 0;
   int64_t stride = 0;  ///< elements between rows of logits
   // w and dw are rows [first, first + vocab) of a matrix of num_classes.
@@ -123,6 +125,9 @@ struct LinearLoss {
 
   static constexpr const char* kOp = "linear_cross_entropy";
 
+  /// The fused kernel has neither: what it puts in place of the logits are exponentials, which do not
+  /// give the slope of the cap back, and it makes gradients of exponentials alone.
+  bool can_fuse() const { return softcap == 0 && z_loss == 0 && label_smoothing == 0; }
   DType logits_dtype() const { return stats_dtype(x.dtype()); }
   int64_t num_chunks() const { return (rows + chunk_rows - 1) / chunk_rows; }
   /// f(first row, rows) for each chunk.
@@ -249,16 +254,19 @@ void lose_rows(const LinearLoss& loss, const Tensor& losses, const RowStats& sta
   a.stats = stats.at(stats_row);
   a.targets = loss.targets_at(first), a.dtype = loss.logits_dtype();
   a.rows = count, a.vocab = loss.vocab, a.row_stride = loss.stride, a.softcap = loss.softcap;
+  a.z_loss = loss.z_loss, a.label_smoothing = loss.label_smoothing;
   kernels::cross_entropy_fwd(current_stream(), a);
 }
 
-/// Turns the logits in `buffer` into their gradients.
+/// Turns the logits in `buffer` into their gradients. `scale`: one for all rows, or [rows].
 void differentiate_rows(const LinearLoss& loss, const RowStats& stats, int64_t stats_row,
                         const Tensor& scale, const Tensor& buffer, int64_t first, int64_t count) {
   kernels::CrossEntropyBwd a{};
   a.dlogits = buffer.raw_data(), a.logits = buffer.raw_data();
   a.stats = stats.at(stats_row), a.stats_stride = stats.stride, a.of_fused = stats.of_fused;
-  a.scale = scale.raw_data();
+  a.scale_stride = scale.num_dims();
+  a.scale = LinearLoss::at(scale, a.scale_stride * first);
+  a.z_loss = loss.z_loss, a.label_smoothing = loss.label_smoothing;
   a.targets = loss.targets_at(first);
   a.dtype = loss.logits_dtype(), a.dlogits_dtype = loss.x.dtype();
   a.rows = count, a.vocab = loss.vocab, a.row_stride = loss.stride;
@@ -267,17 +275,17 @@ void differentiate_rows(const LinearLoss& loss, const RowStats& stats, int64_t s
   kernels::cross_entropy_bwd(current_stream(), a);
 }
 
-LossSum losses_only(const LinearLoss& loss, const RowStats& stats) {
+Tensor losses_of_rows(const LinearLoss& loss, const RowStats& stats) {
   const Tensor losses = empty({loss.rows}, loss.logits_dtype());
   const Tensor buffer = loss.make_buffer();
   loss.for_each_chunk([&](int64_t first, int64_t count) {
     loss.make_logits(buffer, first, count);
     lose_rows(loss, losses, stats, first, buffer, first, count);
   });
-  return add_up(losses, loss.targets_at(0));
+  return losses;
 }
 
-/// The backward of `losses_only`: each chunk's logits once more.
+/// The backward of `losses_of_rows`: each chunk's logits once more.
 void gradients_again(const LinearLoss& loss, const RowStats& stats, const Tensor& scale,
                      const GradDst& dx, WeightGradient& dw) {
   const Tensor buffer = loss.make_buffer();
@@ -326,18 +334,16 @@ GradRows weight_rows(const LinearLoss& loss, const RowStats& stats, const Tensor
   };
 }
 
-/// Losses and gradients in one pass over the chunks. The fused kernel has no soft-cap: what it puts
-/// in place of the logits are exponentials, which do not give the slope of the cap back. `kept`:
-/// statistics of all rows, or null.
+/// Losses and gradients in one pass over the chunks. `kept`: statistics of all rows, or null.
 LossSum losses_and_gradients(const LinearLoss& loss, const Tensor& scale, const GradDst& dx,
                              WeightGradient& dw, const RowStats* kept) {
   const Tensor losses = empty({loss.rows}, loss.logits_dtype());
   const Tensor buffer = loss.make_buffer();
   RowStats of_chunk;
-  if (loss.softcap > 0 && kept == nullptr) of_chunk = RowStats::make(loss, buffer.dim(0));
+  if (!loss.can_fuse() && kept == nullptr) of_chunk = RowStats::make(loss, buffer.dim(0));
   loss.for_each_chunk([&](int64_t first, int64_t count) {
     loss.make_logits(buffer, first, count);
-    if (loss.softcap > 0) {
+    if (!loss.can_fuse()) {
       const RowStats& stats = kept != nullptr ? *kept : of_chunk;
       const int64_t row = kept != nullptr ? first : 0;
       lose_rows(loss, losses, stats, row, buffer, first, count);
@@ -369,6 +375,13 @@ int64_t choose_chunk_rows(const LinearLoss& loss, int64_t requested) {
   return std::max<int64_t>(1, (loss.rows + num_chunks - 1) / num_chunks);  // of equal length
 }
 
+void check_terms(const char* op, float z_loss, float label_smoothing) {
+  TESSERA_CHECK(std::isfinite(z_loss) && z_loss >= 0,
+                "{}: z_loss must be finite and not negative, got {}", op, z_loss);
+  TESSERA_CHECK(label_smoothing >= 0 && label_smoothing <= 1,
+                "{}: label_smoothing must be in [0, 1], got {}", op, label_smoothing);
+}
+
 LinearLoss make_linear_loss(const Tensor& x, const Tensor& w, const Tensor& targets,
                             const LinearCrossEntropyOptions& options) {
   const char* op = LinearLoss::kOp;
@@ -380,6 +393,7 @@ LinearLoss make_linear_loss(const Tensor& x, const Tensor& w, const Tensor& targ
                       options.chunk_rows);
   TESSERA_CHECK(std::isfinite(options.softcap) && options.softcap >= 0,
                 "{}: softcap must be finite and not negative, got {}", op, options.softcap);
+  check_terms(op, options.z_loss, options.label_smoothing);
   if (options.grad_scale.is_defined()) {
     TESSERA_CHECK_EQ(options.grad_scale.shape(), Shape{}, "{}: grad_scale must be a scalar", op);
     TESSERA_CHECK_EQ(options.grad_scale.dtype(), stats_dtype(x.dtype()),
@@ -387,7 +401,8 @@ LinearLoss make_linear_loss(const Tensor& x, const Tensor& w, const Tensor& targ
   }
   NoGrad no_grad;  // copies, if any, are not part of the graph: gradients go to x and w
   LinearLoss loss{x.contiguous().detach(), w.contiguous().detach(), targets.contiguous(),
-                  options.ignore_index, options.softcap};
+                  options.ignore_index,    options.softcap,         options.z_loss,
+                  options.label_smoothing};
   loss.width = x.dim(-1), loss.vocab = w.dim(0), loss.rows = x.numel() / loss.width;
   loss.stride = LinearLoss::choose_stride(loss.vocab, x.device().type);
   loss.chunk_rows = choose_chunk_rows(loss, options.chunk_rows);
@@ -402,7 +417,7 @@ LossSum with_early_gradients(const LinearLoss& loss, const Tensor& x, const Tens
   RowGradSink* const sink = w.requires_grad() ? row_sink(w) : nullptr;
   std::optional<RowStats> stats;
   if (sink != nullptr) {
-    stats = RowStats::make(loss, loss.rows, /*of_fused=*/loss.softcap == 0);
+    stats = RowStats::make(loss, loss.rows, /*of_fused=*/loss.can_fuse());
   } else if (w.requires_grad()) {
     dw = is_leaf ? leaf_destination(w) : GradDst{empty(w.shape(), w.dtype()), false};
   }
@@ -422,10 +437,45 @@ LossSum with_early_gradients(const LinearLoss& loss, const Tensor& x, const Tens
   return result;
 }
 
+/// `y` of the forward, a sum or losses of rows, with a backward that makes the logits again.
+Tensor record_again(const LinearLoss& loss, const Tensor& x, const Tensor& w, const RowStats& stats,
+                    const Tensor& y) {
+  const Tensor leaf = w.is_leaf() ? w : Tensor{};
+  return record(
+      LinearLoss::kOp, {x, w}, y,
+      [loss, x_saved = save(loss.x), w_saved = save(loss.w), targets_saved = save(loss.targets),
+       stats, leaf](const Tensor& dy, Grads& g) {
+        x_saved.get(), w_saved.get(), targets_saved.get();  // unchanged since the forward
+        Tensor scale = dy.to(loss.logits_dtype());
+        if (dy.num_dims() > 0) scale = scale.contiguous().view({loss.rows});
+        RowGradSink* const sink = g.wanted(1) ? row_sink(leaf) : nullptr;
+        if (sink == nullptr || g.wanted(0)) {
+          Destination dx(g, 0);
+          const GradDst& dx_slot = dx.claim(
+              [&](const Tensor& t) { return t.dtype() == loss.x.dtype() && t.is_contiguous(); },
+              loss.x.dtype());
+          WeightGradient dw(loss, sink == nullptr ? g.destination(1) : GradDst{});
+          gradients_again(loss, stats, scale, dx_slot, dw);
+          dx.finish();
+        }
+        if (sink != nullptr) {
+          sink->add_rows(leaf, weight_rows(loss, stats, scale));
+        } else if (g.wanted(1)) {
+          g.written(1);
+        }
+      });
+}
+
 }  // namespace
 
-LossSum cross_entropy(const Tensor& logits_in, const Tensor& targets_in, int64_t ignore_index) {
+LossSum cross_entropy(const Tensor& logits, const Tensor& targets, int64_t ignore_index) {
+  return cross_entropy(logits, targets, CrossEntropyOptions{.ignore_index = ignore_index});
+}
+
+LossSum cross_entropy(const Tensor& logits_in, const Tensor& targets_in,
+                      const CrossEntropyOptions& options) {
   static constexpr const char* kOp = "cross_entropy";
+  check_terms(kOp, options.z_loss, options.label_smoothing);
   check_targets(kOp, logits_in, "logits", targets_in);
   const Tensor logits = logits_in.is_row_strided() ? logits_in : logits_in.contiguous();
   const Tensor targets = targets_in.contiguous();
@@ -437,15 +487,16 @@ LossSum cross_entropy(const Tensor& logits_in, const Tensor& targets_in, int64_t
   kernels::CrossEntropyFwd a{};
   a.losses = losses.raw_data(), a.logits = logits.raw_data();
   a.stats = stats.is_defined() ? stats.raw_data() : nullptr;
-  a.targets = targets_from(kOp, targets, ignore_index), a.dtype = logits.dtype();
+  a.targets = targets_from(kOp, targets, options.ignore_index), a.dtype = logits.dtype();
+  a.z_loss = options.z_loss, a.label_smoothing = options.label_smoothing;
   a.rows = rows, a.vocab = vocab, a.row_stride = logits.row_stride();
   kernels::cross_entropy_fwd(current_stream(), a);
 
   LossSum loss = add_up(losses, a.targets);
   loss.sum = record(
       kOp, {logits}, loss.sum,
-      [logits = save(logits), targets = save(targets), stats = save(stats), ignore_index, rows,
-       vocab, dtype](const Tensor& dy_in, Grads& g) {
+      [logits = save(logits), targets = save(targets), stats = save(stats), options, rows, vocab,
+       dtype](const Tensor& dy_in, Grads& g) {
         const Tensor dy = dy_in.to(dtype);
         Destination dlogits(g, 0);
         const GradDst& slot = dlogits.claim(
@@ -454,7 +505,8 @@ LossSum cross_entropy(const Tensor& logits_in, const Tensor& targets_in, int64_t
         kernels::CrossEntropyBwd b{};
         b.dlogits = slot.view.raw_data(), b.logits = logits->raw_data();
         b.stats = stats->raw_data(), b.scale = dy.raw_data();
-        b.targets = targets_from(kOp, targets, ignore_index);
+        b.targets = targets_from(kOp, targets, options.ignore_index);
+        b.z_loss = options.z_loss, b.label_smoothing = options.label_smoothing;
         b.dtype = b.dlogits_dtype = logits->dtype(), b.accumulate = slot.accumulate;
         b.rows = rows, b.vocab = vocab;
         b.row_stride = logits->row_stride(), b.dlogits_row_stride = slot.view.row_stride();
@@ -473,31 +525,19 @@ LossSum linear_cross_entropy(const Tensor& x, const Tensor& w, const Tensor& tar
   }
   RowStats stats;
   if (needs_gradients) stats = RowStats::make(loss, loss.rows);
-  LossSum result = losses_only(loss, stats);
-  const Tensor leaf = w.is_leaf() ? w : Tensor{};
-  result.sum = record(
-      LinearLoss::kOp, {x, w}, result.sum,
-      [loss, x_saved = save(loss.x), w_saved = save(loss.w), targets_saved = save(loss.targets),
-       stats, leaf](const Tensor& dy, Grads& g) {
-        x_saved.get(), w_saved.get(), targets_saved.get();  // unchanged since the forward
-        const Tensor scale = dy.to(loss.logits_dtype());
-        RowGradSink* const sink = g.wanted(1) ? row_sink(leaf) : nullptr;
-        if (sink == nullptr || g.wanted(0)) {
-          Destination dx(g, 0);
-          const GradDst& dx_slot = dx.claim(
-              [&](const Tensor& t) { return t.dtype() == loss.x.dtype() && t.is_contiguous(); },
-              loss.x.dtype());
-          WeightGradient dw(loss, sink == nullptr ? g.destination(1) : GradDst{});
-          gradients_again(loss, stats, scale, dx_slot, dw);
-          dx.finish();
-        }
-        if (sink != nullptr) {
-          sink->add_rows(leaf, weight_rows(loss, stats, scale));
-        } else if (g.wanted(1)) {
-          g.written(1);
-        }
-      });
+  LossSum result = add_up(losses_of_rows(loss, stats), loss.targets_at(0));
+  result.sum = record_again(loss, x, w, stats, result.sum);
   return result;
+}
+
+Tensor linear_cross_entropy_rows(const Tensor& x, const Tensor& w, const Tensor& targets,
+                                 const LinearCrossEntropyOptions& options) {
+  TESSERA_CHECK(!options.grad_scale.is_defined(),
+                "linear_cross_entropy_rows: a grad_scale, expected none: rows have their own");
+  const LinearLoss loss = make_linear_loss(x, w, targets, options);
+  RowStats stats;
+  if (needs_grad({x, w})) stats = RowStats::make(loss, loss.rows);
+  return record_again(loss, x, w, stats, losses_of_rows(loss, stats).view(targets.shape()));
 }
 
 Tensor mse_loss(const Tensor& x, const Tensor& target) {

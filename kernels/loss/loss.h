@@ -11,8 +11,20 @@ struct LossSum {
   Tensor count;  ///< number of valid targets; not differentiable
 };
 
+struct CrossEntropyOptions {
+  int64_t ignore_index = -100;
+  /// Weight of log(sum_v exp(logits[r, v]))^2, which keeps logits from drifting (Chowdhery et al. 2022,
+  /// arXiv:2204.02311).
+  float z_loss = 0;
+  /// In [0, 1]: the target distribution is (1 - e) of the target and e of all classes alike (Szegedy
+  /// et al. 2015, arXiv:1512.00567).
+  float label_smoothing = 0;
+};
+
 /// Cross entropy of logits against class indices.
 ///   sum = sum over rows of log(sum_v exp(logits[r, v])) - logits[r, targets[r]]
+/// With label smoothing e the second term is (1 - e) logits[r, targets[r]] + e mean_v(logits[r, v]);
+/// a z-loss z adds z log(sum_v exp(logits[r, v]))^2 to a row.
 /// Shapes   logits [..., V] (rows may be strided: a slice of a padded vocabulary), targets [...]
 /// Dtypes   logits f32 | bf16 | f16 | f64, targets i32 | i64; rows in f32, the total in f64
 /// Saves    logits, targets, 8 bytes per row
@@ -20,7 +32,9 @@ struct LossSum {
 /// Streams  current stream; never synchronizes
 /// Errors   ShapeError, DtypeError; a target outside [0, V) that is not `ignore_index` is an Error
 ///          of the stream (thrown at its synchronization) with the target, its position and V; on
-///          CUDA it makes the sum NaN
+///          CUDA it makes the sum NaN; Error for a z-loss or label smoothing out of range
+LossSum cross_entropy(const Tensor& logits, const Tensor& targets,
+                      const CrossEntropyOptions& options);
 LossSum cross_entropy(const Tensor& logits, const Tensor& targets, int64_t ignore_index = -100);
 
 struct LinearCrossEntropyOptions {
@@ -30,6 +44,7 @@ struct LinearCrossEntropyOptions {
   int64_t chunk_rows = 0;
   /// Bound of the logits' magnitude: they count as softcap tanh(logits / softcap); 0: as they are.
   float softcap = 0;
+  float z_loss = 0, label_smoothing = 0;  ///< as in CrossEntropyOptions
   /// The gradient that `backward` will bring to `sum`, if it is known by now: a scalar [] of the
   /// loss's dtype on the device (1 / global number of valid targets, times the loss scale). See
   /// [Note: Gradients in the forward].
@@ -58,6 +73,17 @@ struct LinearCrossEntropyOptions {
 /// Without grad mode, or if neither x nor w requires a gradient, `grad_scale` is ignored.
 LossSum linear_cross_entropy(const Tensor& x, const Tensor& w, const Tensor& targets,
                              const LinearCrossEntropyOptions& options = {});
+
+/// The losses that linear_cross_entropy adds up, each by itself, so that what is made of them may weigh
+/// them differently: 0 for an ignored row.
+///   y[...] = log(sum_v exp(x[...] w^T)) - x[...] w[targets[...]]
+/// Shapes   x [..., C], w [V, C], targets [...] -> y [...]
+/// Saves    x, w, targets, 8 bytes per row; the backward makes each chunk's logits again
+/// Grads    dx, dw, by rows of dy
+/// Dtypes, memory, streams and errors: as linear_cross_entropy; y is f32 (f64 for f64). Error for a
+/// `grad_scale`: the gradient is dy
+Tensor linear_cross_entropy_rows(const Tensor& x, const Tensor& w, const Tensor& targets,
+                                 const LinearCrossEntropyOptions& options = {});
 
 /// Mean-squared error: y = mean over all elements of (x - target)^2.
 /// Shapes   x, target any, alike -> y []

@@ -5,6 +5,8 @@
 
 #include "core/runtime/context.h"
 #include "kernels/loss/kernel.h"
+#include "kernels/pointwise/pointwise.h"
+#include "kernels/reduce/reduce.h"
 #include "test/kernels/row_sink.h"
 #include "test/testing.h"
 
@@ -28,8 +30,13 @@ struct Reference {
   std::vector<double> dlogits;  // for an upstream gradient of 1
 };
 
+/// What is added to a cross entropy.
+struct Terms {
+  double z_loss = 0, label_smoothing = 0;
+};
+
 Reference reference(std::vector<double> logits, const std::vector<int64_t>& targets, size_t V,
-                    double softcap = 0) {
+                    double softcap = 0, const Terms& terms = {}) {
   Reference ref;
   ref.dlogits.resize(logits.size());
   std::vector<double> slopes(logits.size(), 1.0);
@@ -44,10 +51,16 @@ Reference reference(std::vector<double> logits, const std::vector<int64_t>& targ
     for (size_t v = 0; v < V; ++v) max = std::max(max, row[v]);
     for (size_t v = 0; v < V; ++v) sum += std::exp(row[v] - max);
     const auto target = static_cast<size_t>(targets[r]);
-    ref.sum += std::log(sum) - (row[target] - max);
+    const double log_z = max + std::log(sum), of_all = terms.label_smoothing / double(V);
+    ref.sum += std::log(sum) - (1 - terms.label_smoothing) * (row[target] - max);
+    for (size_t v = 0; of_all > 0 && v < V; ++v) ref.sum -= of_all * (row[v] - max);
+    ref.sum += terms.z_loss * log_z * log_z;
     ref.count += 1;
-    for (size_t v = 0; v < V; ++v) ref.dlogits[r * V + v] = std::exp(row[v] - max) / sum;
-    ref.dlogits[r * V + target] -= 1;
+    for (size_t v = 0; v < V; ++v) {
+      ref.dlogits[r * V + v] =
+          std::exp(row[v] - max) / sum * (1 + 2 * terms.z_loss * log_z) - of_all;
+    }
+    ref.dlogits[r * V + target] -= 1 - terms.label_smoothing;
     for (size_t v = 0; v < V; ++v) ref.dlogits[r * V + v] *= slopes[r * V + v];
   }
   return ref;
@@ -161,6 +174,33 @@ TEST_CASE("cross_entropy: a slice of a padded vocabulary; added gradients; no ro
   CHECK(empty_loss.count.item() == 0);
 }
 
+const std::vector<Terms> kTerms = {{1e-3, 0}, {0, 0.1}, {0.02, 0.3}, {0, 1}};
+
+TEST_CASE("cross_entropy: z-loss and label smoothing match the f64 definition", "[loss]") {
+  const auto dtype = GENERATE(kF64, kF32, kBF16, kF16);
+  for (const Terms& terms : kTerms) {
+    for (const auto& [R, V] :
+         std::vector<std::pair<int64_t, int64_t>>{{1, 1}, {6, 16}, {9, 65}, {3, 1031}, {2, 5000}}) {
+      Tensor logits = randn({R, V}, dtype, 1, 3.0);
+      const Tensor targets = make_targets(R, V);
+      const Reference ref = reference(logits.to_vector(), targets.to_vector_of<int64_t>(),
+                                      static_cast<size_t>(V), 0, terms);
+      INFO("R " << R << " V " << V << " z " << terms.z_loss << " smoothing "
+                << terms.label_smoothing << " " << name_of(dtype));
+      logits.set_requires_grad(true);
+      const CrossEntropyOptions options{
+          .z_loss = static_cast<float>(terms.z_loss),
+          .label_smoothing = static_cast<float>(terms.label_smoothing)};
+      const LossSum loss = cross_entropy(logits, targets, options);
+      CHECK(loss.count.item() == ref.count);
+      check_close({loss.sum.item()}, {ref.sum}, tol(kF32, V), "sum");
+      backward(loss.sum, full({}, 0.25, loss.sum.dtype()));
+      check_close(logits.grad().to_vector(), scaled(ref.dlogits, 0.25),
+                  dtype == kF64 ? tol(kF32, 1) : tol(dtype, V), "dlogits");
+    }
+  }
+}
+
 // ---- linear_cross_entropy
 
 struct LinearCase {
@@ -173,14 +213,97 @@ struct LinearReference {
 };
 
 LinearReference linear_reference(const Tensor& x, const Tensor& w, const Tensor& targets,
-                                 double softcap = 0) {
+                                 double softcap = 0, const Terms& terms = {}) {
   const auto C = static_cast<size_t>(x.dim(-1)), V = static_cast<size_t>(w.dim(0));
   const std::vector<double> xs = x.to_vector(), ws = w.to_vector();
   const size_t R = xs.size() / C;
-  const Reference ref =
-      reference(product(xs, ws, R, V, C, false, true), targets.to_vector_of<int64_t>(), V, softcap);
+  const Reference ref = reference(product(xs, ws, R, V, C, false, true),
+                                  targets.to_vector_of<int64_t>(), V, softcap, terms);
   return {ref.sum, ref.count, product(ref.dlogits, ws, R, C, V, false, false),
           product(ref.dlogits, xs, V, C, R, true, false)};
+}
+
+TEST_CASE("linear_cross_entropy: z-loss and label smoothing, both modes, beside a soft-cap",
+          "[loss]") {
+  const auto dtype = GENERATE(kF32, kBF16);
+  const auto early = GENERATE(false, true);
+  const auto softcap = GENERATE(0.0f, 2.5f);
+  constexpr int64_t R = 12, C = 16, V = 1500;
+  for (const Terms& terms : kTerms) {
+    Tensor x = randn({R, C}, dtype, 1), w = randn({V, C}, dtype, 2);
+    const Tensor targets = make_targets(R, V);
+    const LinearReference ref = linear_reference(x, w, targets, softcap, terms);
+    x.set_requires_grad(true), w.set_requires_grad(true);
+    const Tensor scale = full({}, 0.125);
+    LinearCrossEntropyOptions options{.chunk_rows = 5,
+                                      .softcap = softcap,
+                                      .z_loss = static_cast<float>(terms.z_loss),
+                                      .label_smoothing = static_cast<float>(terms.label_smoothing)};
+    if (early) options.grad_scale = scale;
+    const LossSum loss = linear_cross_entropy(x, w, targets, options);
+    check_close({loss.sum.item()}, {ref.sum}, tol(kF32, V + C), "sum");
+    backward(loss.sum, scale);
+    check_close(x.grad().to_vector(), scaled(ref.dx, 0.125), tol(dtype, V), "dx");
+    check_close(w.grad().to_vector(), scaled(ref.dw, 0.125), tol(dtype, R), "dw");
+  }
+}
+
+TEST_CASE("loss: gradients of z-loss and label smoothing match finite differences", "[loss]") {
+  Tensor x = randn({2, 3, 4}, kF64, 1), w = randn({7, 4}, kF64, 2), logits = randn({6, 7}, kF64, 3);
+  for (Tensor* t : {&x, &w, &logits}) t->set_requires_grad(true);
+  const Tensor targets = from_values({0, 6, -100, 3, 3, 1}, {2, 3});
+  gradcheck(
+      [&](const auto& in) {
+        return cross_entropy(in[0], targets.view({6}),
+                             CrossEntropyOptions{.z_loss = 0.25f, .label_smoothing = 0.25f})
+            .sum;
+      },
+      {logits});
+  for (const float softcap : {0.0f, 1.5f}) {
+    const LinearCrossEntropyOptions options{
+        .chunk_rows = 4, .softcap = softcap, .z_loss = 0.25f, .label_smoothing = 0.25f};
+    gradcheck(
+        [&](const auto& in) { return linear_cross_entropy(in[0], in[1], targets, options).sum; },
+        {x, w});
+  }
+}
+
+TEST_CASE("linear_cross_entropy_rows: losses of rows, gradients by a weight of each", "[loss]") {
+  Tensor x = randn({2, 3, 4}, kF64, 1), w = randn({7, 4}, kF64, 2);
+  x.set_requires_grad(true), w.set_requires_grad(true);
+  const Tensor targets = from_values({0, 6, -100, 3, 3, 1}, {2, 3});
+  const Tensor weights = from_values({0.5, -1.0, 3.0, 2.0, 0.25, -0.125}, {2, 3}, kF64);
+  for (const int64_t chunk_rows : {0, 4}) {
+    const LinearCrossEntropyOptions options{.chunk_rows = chunk_rows};
+    gradcheck(
+        [&](const auto& in) {
+          return sum(mul(linear_cross_entropy_rows(in[0], in[1], targets, options), weights));
+        },
+        {x, w});
+    const Tensor rows = linear_cross_entropy_rows(x, w, targets, options);
+    CHECK(rows.shape() == targets.shape());
+    CHECK(rows.to_vector()[2] == 0);
+    // As the sum has them.
+    const Tensor all = linear_cross_entropy(x, w, targets, options).sum;
+    CHECK(sum(rows).item() == Approx(all.item()).epsilon(1e-14));
+  }
+  // Equal weights give the bits of the sum's gradients.
+  const Tensor x0 = randn({17, 8}, kF32, 1), w0 = randn({1500, 8}, kF32, 2);
+  const Tensor many = make_targets(17, 1500);
+  Tensor grads[2][2];
+  for (const bool by_rows : {false, true}) {
+    Tensor a = x0.clone(), b = w0.clone();
+    a.set_requires_grad(true), b.set_requires_grad(true);
+    const LinearCrossEntropyOptions options{.chunk_rows = 6};
+    if (by_rows) {
+      backward(sum(linear_cross_entropy_rows(a, b, many, options)), full({}, 0.5));
+    } else {
+      backward(linear_cross_entropy(a, b, many, options).sum, full({}, 0.5));
+    }
+    grads[by_rows][0] = a.grad(), grads[by_rows][1] = b.grad();
+  }
+  check_bitwise(grads[0][0], grads[1][0], "dx");
+  check_bitwise(grads[0][1], grads[1][1], "dw");
 }
 
 TEST_CASE("linear_cross_entropy: both modes match the f64 definition", "[loss]") {
@@ -436,6 +559,13 @@ TEST_CASE("loss: cost counts each operand once", "[loss]") {
   capped_fwd.softcap = capped_bwd.softcap = 30;
   CHECK(capped_fwd.cost().flops() == 7 * 60);
   CHECK(capped_bwd.cost().flops() == 10 * 60);
+  kernels::CrossEntropyFwd smooth_fwd = fwd;
+  kernels::CrossEntropyBwd smooth_bwd = bwd;
+  smooth_fwd.label_smoothing = smooth_bwd.label_smoothing = 0.1f;
+  smooth_bwd.scale_stride = 1;
+  CHECK(smooth_fwd.cost().flops() == 5 * 60);
+  CHECK(smooth_bwd.cost().flops() == 5 * 60);
+  CHECK(smooth_bwd.cost().bytes_read() == 240 + 40 + 80 + 40);
   const kernels::CrossEntropyFused fused{p, p, targets, p, kF32, kF32, 10, 6, 6};
   CHECK(fused.cost().flops() == 6 * 60);
   CHECK(fused.cost().bytes_read() == 240 + 40 + 4);
@@ -486,6 +616,14 @@ TEST_CASE("loss: a target out of range is named by the stream", "[loss]") {
 
 TEST_CASE("loss: errors name the op and what came", "[loss]") {
   const Tensor x = randn({2, 3}), w = randn({5, 3}), t = zeros({2}, kI32);
+  check_error([&] { cross_entropy(x, t, CrossEntropyOptions{.z_loss = -1}); },
+              {"cross_entropy: z_loss must be finite and not negative, got -1"});
+  check_error([&] { linear_cross_entropy(x, w, t, {.z_loss = INFINITY}); },
+              {"linear_cross_entropy: z_loss must be finite and not negative, got inf"});
+  check_error([&] { linear_cross_entropy(x, w, t, {.label_smoothing = 1.5f}); },
+              {"linear_cross_entropy: label_smoothing must be in [0, 1], got 1.5"});
+  check_error([&] { linear_cross_entropy_rows(x, w, t, {.grad_scale = full({}, 1)}); },
+              {"linear_cross_entropy_rows: a grad_scale, expected none: rows have their own"});
   check_error([&] { cross_entropy(x, zeros({3}, kI32)); },
               {"cross_entropy: targets must have the leading shape of logits", "[3] vs [2]"});
   check_error([&] { cross_entropy(x, zeros({2})); },

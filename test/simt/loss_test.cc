@@ -36,6 +36,8 @@ struct Rows {
   int64_t stride = 0;  // 0 = vocab
   int64_t offset = 0;  // elements
   float softcap = 0;
+  float z_loss = 0, label_smoothing = 0;
+  bool has_row_scales = false;
 
   int64_t row_stride() const { return stride == 0 ? vocab : stride; }
 };
@@ -55,7 +57,7 @@ void check_forward(const Rows& r, DType dtype, DType target_dtype = kI32) {
   const auto run = [&](auto fn) {
     const DeviceBuffer losses({r.rows}, kF32), stats({r.rows, 2}, kF32);
     fn(CrossEntropyFwd{losses.data(), stats.data(), logits.data(), targets_of(targets), dtype,
-                       r.rows, r.vocab, r.row_stride(), r.softcap});
+                       r.rows, r.vocab, r.row_stride(), r.softcap, r.z_loss, r.label_smoothing});
     return std::vector<Tensor>{losses.tensor(), stats.tensor()};
   };
   const auto expected = run([](const CrossEntropyFwd& a) { kernels::cpu::cross_entropy_fwd(a); });
@@ -82,7 +84,8 @@ void check_backward(const Rows& r, DType dtype, DType dlogits_dtype, Place place
                    static_cast<int>(place)));
   const Tensor values = randn({r.rows, r.row_stride()}, dtype, 1, 2.0);
   const DeviceBuffer targets(make_targets(r.rows, r.vocab));
-  const DeviceBuffer scale(from_values({0.25}, {}, kF32));
+  const DeviceBuffer scale(r.has_row_scales ? randn({r.rows}, kF32, 7)
+                                            : from_values({0.25}, {}, kF32));
   const DeviceBuffer stats({r.rows, 2}, kF32), losses({r.rows}, kF32);
   {
     const DeviceBuffer logits(values);
@@ -100,6 +103,8 @@ void check_backward(const Rows& r, DType dtype, DType dlogits_dtype, Place place
     args.stats = stats.data(), args.targets = targets_of(targets), args.scale = scale.data();
     args.dtype = dtype, args.dlogits_dtype = dlogits_dtype;
     args.accumulate = place == Place::kOwnAccumulated, args.softcap = r.softcap;
+    args.z_loss = r.z_loss, args.label_smoothing = r.label_smoothing;
+    args.scale_stride = r.has_row_scales ? 1 : 0;
     args.rows = r.rows, args.vocab = r.vocab, args.row_stride = r.row_stride();
     args.dlogits_row_stride = r.row_stride() * (is_in_place ? ratio : 1);
     fn(args);
@@ -143,6 +148,19 @@ TEST_CASE("simt cross_entropy: logits under a soft-cap", "[loss][simt]") {
       check_backward(shape, kF32, kF32, Place::kOwnAccumulated);
       check_backward(shape, kF32, kBF16, Place::kInPlace);
       check_backward(shape, kF16, kF16, Place::kOwn);
+    }
+  }
+}
+
+TEST_CASE("simt cross_entropy: z-loss, label smoothing and a scale of each row", "[loss][simt]") {
+  for (Rows shape : kShapes) {
+    if (shape.vocab > 10000) continue;
+    shape.z_loss = 0.01f, shape.label_smoothing = 0.2f, shape.has_row_scales = true;
+    for (const float softcap : {0.0f, 10.0f}) {
+      shape.softcap = softcap;
+      for (const DType dtype : {kF32, kBF16}) check_forward(shape, dtype);
+      check_backward(shape, kF32, kF32, Place::kOwnAccumulated);
+      check_backward(shape, kF32, kBF16, Place::kInPlace);
     }
   }
 }
