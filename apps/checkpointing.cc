@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <random>
 
+#include "apps/budget.h"
 #include "apps/resume_keys.h"
 #include "apps/run_dir.h"
 #include "core/formats/durable_file.h"
@@ -222,7 +223,9 @@ void Checkpointing::print_changes(const dist::CheckpointReader& reader) const {
 }
 
 bool Checkpointing::is_due(int64_t step) const {
-  return is_on() && step % config_.checkpoint.every == 0;
+  const CheckpointConfig& c = config_.checkpoint;
+  return (c.every > 0 && step % c.every == 0) ||
+         completes_part_of_epoch(config_, c.per_epoch, step);
 }
 
 bool Checkpointing::is_late() const {

@@ -56,7 +56,7 @@ class Checkpointing {
 
   /// Whether the state after `step` is to be saved.
   bool is_due(int64_t step) const;
-  bool is_on() const { return config_.checkpoint.every > 0; }
+  bool is_on() const { return config_.checkpoint.every > 0 || config_.checkpoint.per_epoch > 0; }
   /// Whether the last one is older than `checkpoint.every_minutes`, by this rank's clock.
   bool is_late() const;
   /// Begins to save, unless this step was. A save that is not over is waited for first.

@@ -99,31 +99,35 @@ void check_model(const Config& config) {
 void check_data(const Config& config) {
   const DataConfig& d = config.data;
   std::vector<std::string_view> given;
-  const std::pair<const char*, const std::string*> keys[] = {
-      {"text", &d.text}, {"tokens", &d.tokens}, {"sources", &d.sources}, {"chat", &d.chat}};
+  const std::pair<const char*, const std::string*> keys[] = {{"text", &d.text},
+                                                             {"tokens", &d.tokens},
+                                                             {"sources", &d.sources},
+                                                             {"chat", &d.chat},
+                                                             {"preference", &d.preference}};
   for (const auto& [name, value] : keys) {
     if (!value->empty()) given.push_back(name);
   }
   if (given.size() != 1) {
     throw ConfigError(fmt::format(
-        "data: {}, expected one of --data.text=FILE, --data.tokens=GLOB, --data.sources=GLOB,... or "
-        "--data.chat=GLOB",
+        "data: {}, expected one of --data.text=FILE, --data.tokens=GLOB, --data.sources=GLOB,..., "
+        "--data.chat=GLOB or --data.preference=GLOB",
         given.empty() ? "no data given" : fmt::format("both {} and {} given", given[0], given[1])));
   }
   if (d.tokens.empty() && !d.val_tokens.empty()) {
     fail_at(config, "data.val_tokens", "data.val_tokens with data.{}, expected data.tokens",
             given[0]);
   }
-  const bool is_packed = !d.sources.empty() || !d.chat.empty();
+  const bool has_rows = !d.chat.empty() || !d.preference.empty();
+  const bool is_packed = !d.sources.empty() || has_rows;
   if (is_packed && d.mask_token >= 0) {
     fail_at(config, "data.mask_token", "data.mask_token with data.{}, expected data.tokens",
             given[0]);
   }
-  if (!d.chat.empty() && d.separator >= 0) {
+  if (has_rows && d.separator >= 0) {
     fail_at(config, "data.separator",
-            "data.separator = {} with data.chat, expected none: its template says what ends a "
+            "data.separator = {} with data.{}, expected none: its template says what ends a "
             "conversation",
-            d.separator);
+            d.separator, given[0]);
   }
   if (!d.sources.empty()) {
     try {
@@ -209,6 +213,28 @@ void check_schedule(const Config& config) {
   }
 }
 
+/// What two keys would both set. Of what `dump_config` wrote, which has every key, the one that the
+/// command line adds.
+void check_budget(const Config& config) {
+  const TrainConfig& t = config.train;
+  const auto is_set = [&](std::string_view key) {
+    return config.is_given(key) && (!config.is_resolved || config.origin(key) == "command line");
+  };
+  const auto check = [&](std::string_view key, bool has_value, std::string_view other) {
+    if (!has_value || !is_set(other)) return;
+    fail_at(config, other, "{} beside {}, which sets it, expected one of them", other, key);
+  };
+  check("train.epochs", t.epochs > 0, "train.steps");
+  check("train.tokens", t.tokens > 0, "train.steps");
+  check("train.global_batch_tokens", t.global_batch_tokens > 0, "train.global_batch");
+  check("train.global_batch_tokens", t.global_batch_tokens > 0, "train.grad_accum_steps");
+  check("optim.warmup_ratio", config.optim.warmup_ratio > 0, "optim.warmup_steps");
+  if (t.epochs > 0 && t.tokens > 0 && is_set("train.tokens")) {
+    fail_at(config, "train.tokens",
+            "train.tokens = {} beside train.epochs = {}, expected one of them", t.tokens, t.epochs);
+  }
+}
+
 }  // namespace
 
 ModelConfig::ModelConfig() : kind(nn::families().front()->name) {
@@ -250,6 +276,7 @@ void check_config(const Config& config) {
   check_model(config);
   check_data(config);
   check_schedule(config);
+  check_budget(config);
   check_groups(config);
   check_rounding(config);
 }

@@ -77,7 +77,8 @@ constexpr auto enum_names(ValSplit) {
       {{ValSplit::kTail, "tail"}, {ValSplit::kInterleave, "interleave"}});
 }
 struct DataConfig {
-  std::string text, tokens, sources, chat, val_tokens, tokenizer = "byte", field = "text";
+  std::string text, tokens, sources, chat, preference, val_tokens, tokenizer = "byte",
+                                                                   field = "text";
   std::string chat_template;  ///< a file, or a directory; empty: the tokenizer's
   text::TrainOn train_on = text::TrainOn::kAssistant;
   text::LongChats long_chats = text::LongChats::kCut;
@@ -92,9 +93,22 @@ struct DataConfig {
 };
 struct TrainConfig {
   int64_t steps = 1000, micro_batch = 8, grad_accum_steps = 1, global_batch = 0, seed = 1;
-  int64_t eval_every = 0, eval_batches = 0, log_every = 1;
-  double max_minutes = 0;
+  int64_t tokens = 0, global_batch_tokens = 0;  ///< 0: not given so (budget.h)
+  double epochs = 0;
+  int64_t eval_every = 0, evals_per_epoch = 0, eval_batches = 0, log_every = 1;
+  double max_minutes = 0, z_loss = 0, label_smoothing = 0;
   bool pin_threads = true;
+};
+enum class PreferenceLoss : unsigned char { kSigmoid, kIpo };
+constexpr auto enum_names(PreferenceLoss) {
+  return std::to_array<EnumName<PreferenceLoss>>(
+      {{PreferenceLoss::kSigmoid, "sigmoid"}, {PreferenceLoss::kIpo, "ipo"}});
+}
+/// Of pairs of answers: section dpo.
+struct PreferenceConfig {
+  double beta = 0.1, label_smoothing = 0;
+  PreferenceLoss loss = PreferenceLoss::kSigmoid;
+  std::string reference;  ///< a model of transformers; empty: the model as training starts
 };
 struct SampleConfig {
   SampleConfig() { options.num_tokens = 0, options.sampling.temperature = 0.8; }
@@ -128,7 +142,7 @@ struct OptimConfig {
   optim::ScheduleOptions schedule = {.final_lr = 1e-4};
   std::string groups;  ///< of parameters, see `parse_groups`
   bool stochastic_rounding = false;
-  double clip = 1.0, clip_p = 2;
+  double clip = 1.0, clip_p = 2, warmup_ratio = 0;
 };
 
 enum class Wrap : unsigned char {
@@ -179,7 +193,7 @@ constexpr auto enum_names(OnError) {
 struct CheckpointConfig {
   std::string dir, resume = "none";
   OnError on_error = OnError::kWarn;  ///< of a checkpoint that cannot be written
-  int64_t every = 0, keep = 3, max_errors = 0;
+  int64_t every = 0, per_epoch = 0, keep = 3, max_errors = 0;
   double every_minutes = 30;
   bool best = true, last = true, resume_override = false, resume_skip_unreadable = false;
 };
@@ -217,6 +231,7 @@ struct Config {
   ModelConfig model;
   DataConfig data;
   TrainConfig train;
+  PreferenceConfig dpo;
   SampleConfig sample;
   OptimConfig optim;
   FsdpConfig fsdp;
@@ -228,6 +243,8 @@ struct Config {
   GuardConfig guard;
   DistConfig dist;
   DebugConfig debug;
+  /// Samples of an epoch and of a step over all ranks, once `resolve_budget` (budget.h) knows them.
+  int64_t samples_per_epoch = 0, samples_per_step = 0;
   /// Keys of train, memory, kernels and debug; without `device`. `num_threads` 0: a share of the
   /// node's.
   ContextOptions runtime;

@@ -183,10 +183,14 @@ void add_data(ConfigTable& t, Config& c) {
         "conversations to train on: JSON lines or Parquet files, a path or a glob; each row has "
         "messages, prompt and completion, conversations (ShareGPT), or instruction and output "
         "(Alpaca)");
-  const bool has_chats = !d.chat.empty();
+  t.add(
+      "data.preference", d.preference,
+      "pairs of answers to train on by their preference (DPO): JSON lines or Parquet files, a path or "
+      "a glob; each row has chosen and rejected, and prompt, or conversations that begin alike");
+  const bool has_pairs = !d.preference.empty(), has_chats = !d.chat.empty();
   t.add("data.chat_template", d.chat_template,
         "chat template (.jinja), or a directory with one; empty: that beside the tokenizer")
-      .needs(has_chats, "data.chat");
+      .needs(has_chats || has_pairs, "data.chat or data.preference");
   t.add(
        "data.train_on", d.train_on,
        "part of a conversation that is learned: the turns of the assistant, what follows the prompt, the "
@@ -196,7 +200,7 @@ void add_data(ConfigTable& t, Config& c) {
   t.add("data.long_chats", d.long_chats,
         "conversations longer than model.context: their beginnings are kept, or they are left out")
       .on_resume(ResumeKind::kIdentity)
-      .needs(has_chats, "data.chat");
+      .needs(has_chats || has_pairs, "data.chat or data.preference");
   t.add("data.val_tokens", d.val_tokens,
         "token shards for validation, a glob; empty: a part of data.tokens (data.val_fraction)");
   t.add("data.tokenizer", d.tokenizer,
@@ -207,18 +211,20 @@ void add_data(ConfigTable& t, Config& c) {
       .needs(d.tokens.empty(), "data.text, data.sources or data.chat");
   t.add("data.field", d.field, "the text's field in a JSON line, or column of .parquet")
       .on_resume(ResumeKind::kFree)
-      .needs(d.tokens.empty() && !has_chats, "data.text or data.sources");
+      .needs(d.tokens.empty() && !has_chats && !has_pairs, "data.text or data.sources");
   t.add("data.invalid", d.invalid,
         "bytes of texts that are not UTF-8: an error, or each becomes U+FFFD")
       .on_resume(ResumeKind::kFree)
-      .needs(d.tokens.empty() && !has_chats, "data.text or data.sources");
+      .needs(d.tokens.empty() && !has_chats && !has_pairs, "data.text or data.sources");
   t.add("data.val_fraction", d.val_fraction, kFraction,
         "fraction of the data kept back for validation")
       .needs(d.val_tokens.empty(), "no data.val_tokens");
   t.add("data.val_split", d.val_split,
         "validation data: the end of the data, or the end of each of many pieces of it")
-      .needs(d.val_tokens.empty() && d.val_fraction > 0 && d.sources.empty() && !has_chats,
-             "data.val_fraction > 0 and no data.val_tokens, data.sources or data.chat");
+      .needs(d.val_tokens.empty() && d.val_fraction > 0 && d.sources.empty() && !has_chats &&
+                 !has_pairs,
+             "data.val_fraction > 0 and no data.val_tokens, data.sources, data.chat or "
+             "data.preference");
   t.add("data.separator", d.separator, {-1, 2147483647},
         "token id that ends a document and begins the next: attention stays inside a "
         "document; -1: no separator")
@@ -250,7 +256,19 @@ void add_train(ConfigTable& t, Config& c, bool is_cuda) {
   const bool has_validation = c.data.val_fraction > 0 || !c.data.val_tokens.empty();
   t.add("train.steps", c.train.steps, at_least(1), "optimizer steps of the whole run")
       .on_resume(ResumeKind::kSchedule)
-      .also("num_train_epochs max_steps max_iters epochs iters lr_decay_iters");
+      .also("max_steps max_iters iters lr_decay_iters");
+  t.add(
+       "train.epochs", c.train.epochs, {0, 1e6},
+       "passes over the data, which set train.steps: the last step is filled up from the next epoch; 0: "
+       "train.steps as it is")
+      .on_resume(ResumeKind::kSchedule)
+      .also("num_train_epochs num_epochs");
+  t.add(
+       "train.tokens", c.train.tokens, at_least(0),
+       "tokens of the whole run, a multiple of a step's, which set train.steps; 0: train.steps as it "
+       "is")
+      .on_resume(ResumeKind::kSchedule)
+      .also("max_tokens target_tokens");
   t.add("train.micro_batch", c.train.micro_batch, {1, 1048576},
         "samples of a rank in one forward and backward pass")
       .also("per_device_train_batch_size per_device_eval_batch_size local_batch_size batch_size")
@@ -262,11 +280,31 @@ void add_train(ConfigTable& t, Config& c, bool is_cuda) {
         "samples of a step over all ranks, which sets grad_accum_steps; 0: micro_batch x "
         "grad_accum_steps x ranks")
       .also("train_batch_size global_batch_size");
+  t.add(
+       "train.global_batch_tokens", c.train.global_batch_tokens, at_least(0),
+       "tokens of a step over all ranks, which set train.global_batch: a multiple of micro_batch x ranks "
+       "x model.context; 0: train.global_batch as it is")
+      .also("total_batch_size batch_size_tokens");
   t.add("train.seed", c.train.seed, at_least(0), "seed of initialization, data order and dropout");
+  t.add(
+       "train.z_loss", c.train.z_loss, kNotNegative,
+       "weight of log(Z)^2 in the loss of training, Z the sum of a token's exponentials, which keeps "
+       "logits from drifting; 1e-4 is usual; 0: none")
+      .on_resume(ResumeKind::kSchedule)
+      .needs(c.data.preference.empty(), "no data.preference, whose loss is another");
+  t.add("train.label_smoothing", c.train.label_smoothing, kFraction,
+        "share of a target's probability that all tokens get alike, in the loss of training")
+      .on_resume(ResumeKind::kSchedule)
+      .needs(c.data.preference.empty(), "no data.preference, which has dpo.label_smoothing")
+      .also("label_smoothing_factor");
   t.add("train.eval_every", c.train.eval_every, at_least(0),
         "steps from one evaluation to the next; 0: only after the last step")
       .needs(has_validation, "data.val_fraction > 0 or data.val_tokens")
       .also("eval_steps eval_interval");
+  t.add(
+       "train.evals_per_epoch", c.train.evals_per_epoch, at_least(0),
+       "evaluations an epoch, each after the step that completes a part of it; 0: train.eval_every alone")
+      .needs(has_validation, "data.val_fraction > 0 or data.val_tokens");
   t.add("train.eval_batches", c.train.eval_batches, at_least(0),
         "micro-batches in one evaluation, over all ranks; 0: the whole validation split")
       .needs(has_validation, "data.val_fraction > 0 or data.val_tokens")
@@ -286,6 +324,31 @@ void add_train(ConfigTable& t, Config& c, bool is_cuda) {
         "global_batch");
   t.add("train.max_minutes", c.train.max_minutes, kNotNegative,
         "wall-clock minutes after which the run ends in good order; 0: no limit");
+}
+
+void add_dpo(ConfigTable& t, Config& c) {
+  PreferenceConfig& p = c.dpo;
+  const bool is_on = !c.data.preference.empty();
+  t.add(
+       "dpo.beta", p.beta, kPositive,
+       "strength of the pull towards the reference: rewards are beta (log p - log p of the reference)")
+      .on_resume(ResumeKind::kSchedule)
+      .needs(is_on, "data.preference");
+  t.add("dpo.loss", p.loss,
+        "loss of a pair: sigmoid (DPO), or ipo, a square of mean log-probabilities")
+      .on_resume(ResumeKind::kSchedule)
+      .needs(is_on, "data.preference")
+      .also("loss_type pref_loss");
+  t.add("dpo.label_smoothing", p.label_smoothing, {0, 0.5, false, true},
+        "share of pairs that are taken to be the wrong way around")
+      .on_resume(ResumeKind::kSchedule)
+      .needs(is_on && p.loss == PreferenceLoss::kSigmoid, "data.preference and dpo.loss = sigmoid");
+  t.add("dpo.reference", p.reference,
+        "model of transformers of the same shape, a directory, that gives the reference's "
+        "log-probabilities; empty: the model as training starts")
+      .on_resume(ResumeKind::kSchedule)
+      .needs(is_on, "data.preference")
+      .also("ref_model");
 }
 
 void add_sample(ConfigTable& t, Config& c) {
@@ -332,7 +395,12 @@ void add_optim(ConfigTable& t, Config& c) {
         "steps of the linear warm-up from 0 to optim.lr")
       .needs(o.schedule.warmup_steps <= c.train.steps,
              "at least as many train.steps, else optim.lr is never reached")
-      .also("warmup_ratio warmup_iters");
+      .also("warmup_iters");
+  t.add(
+       "optim.warmup_ratio", o.warmup_ratio, {0, 1},
+       "share of train.steps that the warm-up takes, rounded up, which sets optim.warmup_steps; 0: "
+       "optim.warmup_steps as it is")
+      .also("warmup_fraction");
   t.add("optim.decay_steps", o.schedule.decay_steps, at_least(0),
         "schedule wsd: steps of the decay at the end; 0: a fifth of train.steps")
       .needs(kind == Kind::kWsd && o.schedule.decay_steps <= steps_to_decay,
@@ -529,6 +597,11 @@ void add_checkpoint(ConfigTable& t, Config& c) {
   t.add("checkpoint.every", k.every, at_least(0),
         "steps from one checkpoint to the next; 0: none by steps")
       .also("save_steps save_interval");
+  t.add(
+       "checkpoint.per_epoch", k.per_epoch, at_least(0),
+       "checkpoints an epoch, each after the step that completes a part of it; 0: checkpoint.every "
+       "alone")
+      .also("saves_per_epoch");
   t.add("checkpoint.every_minutes", k.every_minutes, kNotNegative,
         "wall-clock minutes after a checkpoint until the next, if none came by steps; 0: none "
         "by time");
@@ -662,6 +735,7 @@ std::deque<Field> config_fields(Config& c, bool is_cuda) {
   resume_as(ResumeKind::kIdentity);
   add_data(t, c);
   add_train(t, c, is_cuda);
+  add_dpo(t, c);
   add_sample(t, c);
   resume_as(ResumeKind::kFree);
   add_optim(t, c);

@@ -13,6 +13,7 @@
 #include "apps/data/byte_stream.h"
 #include "apps/data/text_files.h"
 #include "apps/packed_samples.h"
+#include "apps/preferences.h"
 #include "apps/token_cache.h"
 #include "core/text.h"
 
@@ -366,15 +367,17 @@ std::shared_ptr<text::Tokenizer> open_tokenizer(const Config& config) {
 
 Texts open_texts(const Config& config) {
   Texts texts{.sources = text_sources(config), .chats = nullptr, .tokenizer = nullptr};
-  const bool has_chats = !config.data.chat.empty();
-  if (!texts.sources.empty() || has_chats) texts.tokenizer = open_tokenizer(config);
-  if (!has_chats) return texts;
+  const bool has_chats = !config.data.chat.empty(), has_pairs = !config.data.preference.empty();
+  const bool needs_words = has_chats || has_pairs;
+  if (!texts.sources.empty() || needs_words) texts.tokenizer = open_tokenizer(config);
+  if (!needs_words) return texts;
   if (texts.tokenizer == nullptr) {
-    throw ConfigError(
-        fmt::format("{}: data.tokenizer = {} with data.chat, expected byte or the path of a "
-                    "tokenizer",
-                    config.origin("data.tokenizer"), config.data.tokenizer));
+    throw ConfigError(fmt::format(
+        "{}: data.tokenizer = {} with data.{}, expected byte or the path of a "
+        "tokenizer",
+        config.origin("data.tokenizer"), config.data.tokenizer, has_pairs ? "preference" : "chat"));
   }
+  if (!has_chats) return texts;
   texts.chats = std::make_shared<const ChatSource>(
       open_chats(config, folder_of_tokenizer(config.data.tokenizer)));
   return texts;
@@ -393,7 +396,13 @@ Data load_data(const Config& config, Texts texts, const std::vector<std::string>
   Corpus all;
   data.tokenizer = texts.tokenizer;
   bool has_documents = false;  // of texts
-  if (texts.chats != nullptr) {
+  if (!config.data.preference.empty()) {
+    LoadedPreferences loaded =
+        load_preferences(config, data.tokenizer, folder_of_tokenizer(config.data.tokenizer));
+    data.pairs = std::move(loaded.pairs);
+    data.chats = std::move(loaded.summary);
+    if (!config.data.chat_template.empty()) data.chat_template = loaded.chat_template->source();
+  } else if (texts.chats != nullptr) {
     TokenDocuments chats = caches.empty() ? encode_chats(*texts.chats, data.tokenizer, threads)
                                           : open_token_cache(caches[0]);
     data.chats = fit_chats(chats, *texts.chats, config.model.context, config.data.long_chats);
@@ -436,12 +445,16 @@ Data load_data(const Config& config, Texts texts, const std::vector<std::string>
       }
     }
   }
+  if (data.pairs != nullptr) {
+    all.shards.push_back(data.pairs->tokens);
+    all.targets.push_back(data.pairs->is_target);
+  }
   for (const TokenArray& shard : all.shards) {
     if (shard.is_mapped()) data.files.push_back(shard);
   }
   data.num_train_files = data.files.size();
-  if (data.sources != nullptr) {
-    data.train = std::move(all);  // split by document
+  if (data.sources != nullptr || data.pairs != nullptr) {
+    data.train = std::move(all);  // split by document, or by pair
   } else if (!config.data.val_tokens.empty()) {
     data.train = std::move(all);
     data.val = load_shards("data.val_tokens", config.data.val_tokens);

@@ -72,8 +72,9 @@ struct Corpus {
 /// a.bin, b.bin"; empty without any.
 std::string short_shards(const Corpus& corpus, int64_t context);
 
-struct TokenSource;  // apps/packed_samples.h
-struct ChatSource;   // apps/chats.h
+struct TokenSource;      // apps/packed_samples.h
+struct ChatSource;       // apps/chats.h
+struct PreferencePairs;  // apps/preferences.h
 
 struct Data {
   Corpus train, val;              ///< val is empty for val_fraction = 0
@@ -81,8 +82,9 @@ struct Data {
   size_t num_train_files = 0;     ///< of these; the rest is data.val_tokens
   std::shared_ptr<text::Tokenizer> tokenizer;  ///< none for token shards
   std::shared_ptr<const std::vector<TokenSource>>
-      sources;        ///< of data.sources, data.chat or several documents; train has them too
-  std::string chats;  ///< of data.chat, for the log: how many there are and are trained on
+      sources;  ///< of data.sources, data.chat or several documents; train has them too
+  std::shared_ptr<const PreferencePairs> pairs;  ///< of data.preference; train has their tokens too
+  std::string chats;          ///< of data.chat, for the log: how many there are and are trained on
   std::string chat_template;  ///< data.chat_template, which goes with the model; or empty
   text::DocumentTokens document_tokens;  ///< around documents of texts, for data.document_tokens
   int64_t vocab_size = 0;                ///< model.vocab, or the tokenizer's size
@@ -131,6 +133,12 @@ struct Batch {
   std::vector<int32_t> document_starts;  ///< position of the first token of the document; or empty
   std::vector<int32_t> positions;        ///< if they restart with each document; or empty
   int64_t num_valid = 0;                 ///< targets that count
+  /// Of pairs of rows (preferences.h): how many of them are no padding, and the log-probability of each
+  /// row's targets under the reference.
+  int64_t num_pairs = 0;
+  std::vector<float> references;
+  /// What a loss is the mean of.
+  int64_t num_counted() const { return references.empty() ? num_valid : num_pairs; }
 };
 inline constexpr int32_t kIgnoredTarget = -100;
 

@@ -37,14 +37,43 @@ double sum_in_sample_order(const std::vector<double>& mine, dist::World& world) 
 
 }  // namespace
 
-LossSum batch_loss(nn::LanguageModel& model, const Batch& batch, const Tensor& grad_scale) {
+LossInput loss_input(const Batch& batch) {
+  const Shape shape{batch.B, batch.T};
+  LossInput input{
+      from_values(std::span<const int32_t>(batch.inputs), shape), {}, forward_options(batch)};
+  const auto num_positions = static_cast<int64_t>(batch.targets.size());
+  const int64_t num_rows = num_loss_rows(num_positions, batch.num_valid);
+  if (num_rows == num_positions) {
+    input.targets = from_values(std::span<const int32_t>(batch.targets), shape);
+    return input;
+  }
+  std::vector<int32_t> rows, targets;
+  for (size_t i = 0; i < batch.targets.size(); ++i) {
+    if (batch.targets[i] == kIgnoredTarget) continue;
+    rows.push_back(static_cast<int32_t>(i)), targets.push_back(batch.targets[i]);
+  }
+  rows.resize(static_cast<size_t>(num_rows), 0);
+  targets.resize(static_cast<size_t>(num_rows), kIgnoredTarget);
+  input.options.loss_rows = from_values(std::span<const int32_t>(rows), {num_rows});
+  input.targets = from_values(std::span<const int32_t>(targets), {num_rows});
+  return input;
+}
+
+int64_t num_loss_rows(int64_t num_positions, int64_t num_targets) {
+  constexpr int64_t kLeast = 64, kSteps = 16;
+  const int64_t step = ((num_positions + kSteps - 1) / kSteps + kLeast - 1) / kLeast * kLeast;
+  const int64_t rows = std::max<int64_t>(1, (num_targets + step - 1) / step) * step;
+  return std::min(rows, num_positions);
+}
+
+LossSum batch_loss(nn::LanguageModel& model, const Batch& batch, const Tensor& grad_scale,
+                   const LossTerms& terms) {
   LinearCrossEntropyOptions options;
   options.ignore_index = kIgnoredTarget;
   options.grad_scale = grad_scale;
-  const Shape shape{batch.B, batch.T};
-  return model.loss(from_values(std::span<const int32_t>(batch.inputs), shape),
-                    from_values(std::span<const int32_t>(batch.targets), shape),
-                    forward_options(batch), options);
+  options.z_loss = terms.z_loss, options.label_smoothing = terms.label_smoothing;
+  const LossInput input = loss_input(batch);
+  return model.loss(input.ids, input.targets, input.options, options);
 }
 
 void include_loss(const dist::ClippedNorm& clip, const Tensor& loss) {
@@ -55,7 +84,7 @@ void include_loss(const dist::ClippedNorm& clip, const Tensor& loss) {
 
 std::optional<double> evaluate(nn::LanguageModel& model, dist::Fsdp& fsdp, dist::World& world,
                                const Samples& samples, const TrainConfig& config,
-                               const std::function<bool()>& is_to_end) {
+                               const LossOfBatch& loss_of, const std::function<bool()>& is_to_end) {
   // The same micro-batches whatever the number of ranks: rank r takes r, r + ranks, ...
   const int64_t B = config.micro_batch, ranks = world.world_size();
   int64_t batches = (samples.num_samples() + B - 1) / B;
@@ -90,9 +119,9 @@ std::optional<double> evaluate(nn::LanguageModel& model, dist::Fsdp& fsdp, dist:
     is_cut = world.control().max(is_to_end() ? 1 : 0) != 0;
     if (is_cut) break;
     const Batch batch = batch_of(pass * ranks + world.rank());
-    const LossSum loss = batch_loss(model, batch);
+    const LossSum loss = loss_of(batch);
     in_flight.emplace_back(loss.sum.view({1}).to(kF64));
-    num_valid += batch.num_valid;
+    num_valid += batch.num_counted();
   }
   while (!in_flight.empty()) take();
   fsdp.end_forward();

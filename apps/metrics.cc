@@ -124,6 +124,12 @@ std::string to_json(const StepMetrics& m) {
     object["slowest_rank"] = *m.slowest_rank;
     object["slowest_behind_ms"] = m.slowest_behind_ms;
   }
+  if (m.rewards) {
+    object["chosen"] = m.rewards->chosen;
+    object["rejected"] = m.rewards->rejected;
+    object["margin"] = m.rewards->chosen - m.rewards->rejected;
+    object["accuracy"] = m.rewards->accuracy;
+  }
   if (m.val_loss) object["val_loss"] = *m.val_loss;
   return object.dump();
 }
@@ -134,6 +140,11 @@ std::string to_line(const StepMetrics& m, int64_t num_steps) {
       "step {:>{}}/{}  loss {:.4f}  grad_norm {:.3f}  lr {:.2e}  {} tok/s  peak {:.2f} GiB", m.step,
       total.size(), total, without_nan_sign(m.loss), without_nan_sign(m.grad_norm), m.lr,
       rate_text(m.tokens_per_second), static_cast<double>(m.peak_bytes) / (1 << 30));
+  if (m.rewards) {
+    line += fmt::format("  chosen {:.3f}  rejected {:.3f}  margin {:.3f}  accuracy {:.2f}",
+                        m.rewards->chosen, m.rewards->rejected,
+                        m.rewards->chosen - m.rewards->rejected, m.rewards->accuracy);
+  }
   if (m.mfu) line += fmt::format("  mfu {:.1f}%", *m.mfu * 100);
   if (m.exposed) line += fmt::format("  exposed {:.1f}%", *m.exposed * 100);
   if (m.slowest_rank && m.is_slow && m.step_ms > 0) {

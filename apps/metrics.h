@@ -43,6 +43,11 @@ struct StepMetrics {
   double slowest_behind_ms = 0;
   bool is_slow = false;
   std::optional<double> val_loss;
+  struct Rewards {
+    double chosen = 0, rejected = 0;  ///< means over the step's pairs
+    double accuracy = 0;              ///< share of pairs whose chosen answer has the larger one
+  };
+  std::optional<Rewards> rewards;  ///< of preferences
 };
 
 /// Speed and waits over the last steps, since the host sees steps end in bursts. What happens

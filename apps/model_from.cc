@@ -30,10 +30,11 @@ std::string text_of(const Field& field) {
 /// A text becomes ids by the model's own tokenizer, unless data.tokenizer names a file.
 void take_tokenizer(Config& config) {
   DataConfig& data = config.data;
-  if (data.text.empty() && data.sources.empty() && data.chat.empty()) return;
-  const std::string key = !data.chat.empty()   ? "data.chat"
-                          : !data.text.empty() ? "data.text"
-                                               : "data.sources";
+  if (!data.tokens.empty()) return;
+  const std::string key = !data.chat.empty()         ? "data.chat"
+                          : !data.preference.empty() ? "data.preference"
+                          : !data.text.empty()       ? "data.text"
+                                                     : "data.sources";
   const bool is_given = config.is_given("data.tokenizer");
   if (is_given && data.tokenizer != "byte" && data.tokenizer != "char") return;
   std::string name;

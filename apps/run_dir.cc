@@ -37,7 +37,7 @@ constexpr std::array kStateNames = {"running", "finished", "preempted", "failed"
 std::vector<std::string_view> artefacts() {
   std::vector<std::string_view> names = {"status.json",       "config.toml",    "run.json",
                                          "metrics.jsonl",     "tokenizer.json", "token_check.txt",
-                                         "model.safetensors", "run.lock"};
+                                         "model.safetensors", "run.lock",       "references.bin"};
   names.insert(names.end(), text::kCompanionFiles.begin(), text::kCompanionFiles.end());
   return names;
 }

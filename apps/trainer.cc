@@ -9,8 +9,10 @@
 #include <limits>
 #include <mutex>
 #include <thread>
+#include <type_traits>
 
 #include "apps/agreement.h"
+#include "apps/budget.h"
 #include "apps/checkpointing.h"
 #include "apps/config_table.h"
 #include "apps/loss.h"
@@ -19,6 +21,7 @@
 #include "apps/options.h"
 #include "apps/packed_samples.h"
 #include "apps/parameter_groups.h"
+#include "apps/preferences.h"
 #include "apps/run_control.h"
 #include "apps/run_dir.h"
 #include "apps/token_cache.h"
@@ -52,7 +55,8 @@ struct PendingStep {
   int64_t num_targets = 1;     // that count, over all ranks
   std::vector<Tensor> losses;  // sums of this rank's micro-batches
   HostCopy loss_sum, grad_norm, found_inf;
-  HostCopy loss_scale;  // of this step; undefined without one
+  HostCopy loss_scale;            // of this step; undefined without one
+  std::vector<HostCopy> rewards;  // of this rank's micro-batches of pairs
   std::shared_ptr<const dist::ExposedTimes> exposed;
   std::optional<double> spike;  // standard deviations; nothing was applied
   Event done;
@@ -120,11 +124,35 @@ void write_tokenizer(const std::string& dir, const text::Tokenizer& tokenizer) {
   }
 }
 
+/// What a run goes through: for training and for validation.
+struct RunSamples {
+  std::unique_ptr<Samples> train, val;
+};
+
+RunSamples make_samples(const Config& config, const Data& data) {
+  const double fraction = config.data.val_fraction;
+  const SampleOptions options = sample_options(config, data);
+  const auto of_parts = [&]<class S>(std::type_identity<S>, const auto& rows) -> RunSamples {
+    return {std::make_unique<S>(rows, options, fraction, SplitPart::kTrain),
+            std::make_unique<S>(rows, options, fraction, SplitPart::kVal)};
+  };
+  if (data.pairs) return of_parts(std::type_identity<PreferenceSamples>{}, data.pairs);
+  if (data.sources) return of_parts(std::type_identity<PackedSamples>{}, data.sources);
+  return {std::make_unique<TrainSamples>(data.train, options),
+          std::make_unique<EvalSamples>(data.val, options)};
+}
+
+/// A pair has two sequences.
+int64_t tokens_per_sample(const Config& config, const Data& data) {
+  return config.model.context * (data.pairs != nullptr ? 2 : 1);
+}
+
 class Trainer {
  public:
   /// `steps_done` follows the steps that the host has seen complete.
-  Trainer(const Config& config, dist::World& world, Data data, RunDir& run_dir,
-          Checkpointing& checkpoints, StatusFile& status, std::atomic<int64_t>* steps_done);
+  Trainer(const Config& config, dist::World& world, Data data, RunSamples samples,
+          const std::string& budget, RunDir& run_dir, Checkpointing& checkpoints,
+          StatusFile& status, std::atomic<int64_t>* steps_done);
   TrainResult run();
 
  private:
@@ -156,6 +184,8 @@ class Trainer {
   void follow_trace(int64_t step);
   void write_trace();
   void initialize_parameters();
+  void find_preference_references();
+  LossSum loss_of(const Batch& batch);
 
   Config config_;
   dist::World& world_;
@@ -167,7 +197,10 @@ class Trainer {
   std::string data_id_, data_content_, val_id_, val_content_;  // contents once they are read
   std::unique_ptr<Samples> samples_, eval_samples_;
   std::optional<TokenCheck> token_check_;  // over before the first save or evaluation
-  int64_t grad_accum_steps_ = 1, samples_per_step_ = 1, tokens_per_step_ = 1;
+  const std::string budget_;               // what was resolved of it
+  const LossTerms loss_terms_;
+  int64_t tokens_per_sample_ = 1, grad_accum_steps_ = 1, samples_per_step_ = 1,
+          tokens_per_step_ = 1;
   std::unique_ptr<nn::LanguageModel> model_;
   std::unique_ptr<dist::Fsdp> fsdp_;
   std::unique_ptr<optim::Optimizer> optimizer_;
@@ -201,6 +234,39 @@ class Trainer {
   StepRate rate_;  // since the start or the last evaluation
 };
 
+/// Of pairs, under the model of dpo.reference, or the one that training starts from, whatever
+/// checkpoint it goes on from.
+void Trainer::find_preference_references() {
+  if (data_.pairs == nullptr) return;
+  const std::string& from = config_.dpo.reference;
+  const std::string path = config_.output.dir + "/references.bin";
+  dist::Hasher key;
+  for (const std::string& part : {data_id_, from, reference_identity(config_)}) {
+    key.update(part.c_str(), std::ssize(part) + 1);
+  }
+  const auto find = [&] {
+    return find_references(*model_, *fsdp_, world_, *data_.pairs, sample_options(config_, data_),
+                           config_.train.micro_batch, path, key.digest());
+  };
+  std::shared_ptr<const std::vector<float>> references;
+  if (from.empty()) {
+    references = find();
+  } else {
+    world_.control().verdict([&] { dist::load_parameters(dist::HfReader(from), *fsdp_, *model_); });
+    references = find();
+    initialize_parameters();
+  }
+  for (const auto& samples : {samples_.get(), eval_samples_.get()}) {
+    dynamic_cast<PreferenceSamples&>(*samples).set_references(references);
+  }
+}
+
+/// Of validation.
+LossSum Trainer::loss_of(const Batch& batch) {
+  if (data_.pairs != nullptr) return preference_loss(*model_, batch, config_.dpo).loss;
+  return batch_loss(*model_, batch);
+}
+
 /// By the seed, or the values of `model.from`.
 void Trainer::initialize_parameters() {
   fsdp_->initialize(static_cast<uint64_t>(config_.train.seed));
@@ -211,8 +277,9 @@ void Trainer::initialize_parameters() {
   dist::load_parameters(*reader, *fsdp_, *model_);
 }
 
-Trainer::Trainer(const Config& config, dist::World& world, Data data, RunDir& run_dir,
-                 Checkpointing& checkpoints, StatusFile& status, std::atomic<int64_t>* steps_done)
+Trainer::Trainer(const Config& config, dist::World& world, Data data, RunSamples samples,
+                 const std::string& budget, RunDir& run_dir, Checkpointing& checkpoints,
+                 StatusFile& status, std::atomic<int64_t>* steps_done)
     : config_(config),
       world_(world),
       run_dir_(run_dir),
@@ -220,24 +287,20 @@ Trainer::Trainer(const Config& config, dist::World& world, Data data, RunDir& ru
       status_(status),
       steps_done_(steps_done),
       data_(std::move(data)),
+      samples_(std::move(samples.train)),
+      eval_samples_(std::move(samples.val)),
+      budget_(budget),
+      loss_terms_{static_cast<float>(config.train.z_loss),
+                  static_cast<float>(config.train.label_smoothing)},
       guard_(config.guard) {
   world_.control().verdict([&] {
     check_tokens();
-    const bool is_packed = data_.sources != nullptr;
+    const bool is_split_by_rows = data_.sources != nullptr || data_.pairs != nullptr;
     data_id_ = fingerprint(data_.train);
-    if (is_packed) data_id_ += fmt::format(", {} for validation", config_.data.val_fraction);
-    val_id_ = validation_id(is_packed ? data_.train : data_.val, config_);
-    const SampleOptions options = sample_options(config_, data_);
-    if (is_packed) {
-      const double fraction = config_.data.val_fraction;
-      samples_ =
-          std::make_unique<PackedSamples>(data_.sources, options, fraction, SplitPart::kTrain);
-      eval_samples_ =
-          std::make_unique<PackedSamples>(data_.sources, options, fraction, SplitPart::kVal);
-    } else {
-      samples_ = std::make_unique<TrainSamples>(data_.train, options);
-      eval_samples_ = std::make_unique<EvalSamples>(data_.val, options);
+    if (is_split_by_rows) {
+      data_id_ += fmt::format(", {} for validation", config_.data.val_fraction);
     }
+    val_id_ = validation_id(is_split_by_rows ? data_.train : data_.val, config_);
     count_batches();
     const nn::DeferredInit deferred;
     model_ = make_model(config_.model, data_.vocab_size);
@@ -255,6 +318,7 @@ Trainer::Trainer(const Config& config, dist::World& world, Data data, RunDir& ru
     world_.control().verdict(&in_our_terms);  // all ranks have it
   }
   initialize_parameters();
+  find_preference_references();
   world_.control().verdict([&] { optimizer_ = make_optimizer(config_, fsdp_->shards()); });
   schedule_.emplace(make_schedule(config_));
   scaler_.emplace(loss_scale_options(config_.precision));
@@ -380,9 +444,10 @@ void Trainer::count_batches() {
         "{}: train.global_batch = {}, expected a multiple of train.micro_batch x ranks = {} x {}",
         config_.origin("train.global_batch"), t.global_batch, t.micro_batch, world_.world_size()));
   }
+  tokens_per_sample_ = tokens_per_sample(config_, data_);
   grad_accum_steps_ = t.global_batch == 0 ? t.grad_accum_steps : t.global_batch / per_pass;
   if (__builtin_mul_overflow(per_pass, grad_accum_steps_, &samples_per_step_) ||
-      __builtin_mul_overflow(samples_per_step_, config_.model.context, &tokens_per_step_)) {
+      __builtin_mul_overflow(samples_per_step_, tokens_per_sample_, &tokens_per_step_)) {
     throw ConfigError(fmt::format(
         "{}: a step of {} passes of {} samples of {} tokens on {} ranks has more tokens than can "
         "be counted, expected fewer",
@@ -403,6 +468,7 @@ void Trainer::describe() {
   if (const std::string derived = derived_defaults(config_); !derived.empty()) {
     log_->print("defaults: " + derived);
   }
+  if (!budget_.empty()) log_->print(budget_);
   const dist::ShardView view(*fsdp_);
   log_->print(print_tree(*model_, [&](const nn::Module& m) { return view.unit_of(m); }));
   log_->print(fsdp_->summary());
@@ -411,6 +477,9 @@ void Trainer::describe() {
     log_->print(dist::describe_groups(*model_, rules, std::string(name_of(config_.optim.name))));
   }
   const auto positions = [](const Samples& samples, const Corpus& corpus) {
+    if (const auto* const pairs = dynamic_cast<const PreferenceSamples*>(&samples)) {
+      return pairs->num_tokens();
+    }
     const auto* const packed = dynamic_cast<const PackedSamples*>(&samples);
     return packed != nullptr ? packed->num_positions() : corpus.num_tokens();
   };
@@ -429,14 +498,14 @@ void Trainer::describe() {
         shorten(data_.tokenizer->token(marks.begin)), shorten(data_.tokenizer->token(marks.end))));
   }
   if (d.val_tokens.empty() && d.val_fraction > 0 && d.val_split == ValSplit::kTail &&
-      data_.sources == nullptr) {
+      data_.sources == nullptr && data_.pairs == nullptr) {
     log_->print(fmt::format(
         "validation: the last {:g} % of the data, which may differ from the rest of it; "
         "--data.val_split=interleave takes pieces from all over",
         d.val_fraction * 100));
   }
   if (const std::string skipped = short_shards(data_.train, config_.model.context);
-      !skipped.empty() && data_.sources == nullptr) {
+      !skipped.empty() && data_.sources == nullptr && data_.pairs == nullptr) {
     log_warning("{}", skipped);
   }
   const bool is_cuda = Context::current()->device().type == DeviceType::kCuda;
@@ -503,7 +572,15 @@ PendingStep Trainer::submit_step(int64_t step) {
                       .op_index = 0,
                       .sample_offset = offset};
     fsdp_->begin_micro_batch(static_cast<int>(pass), static_cast<int>(grad_accum_steps_));
-    const LossSum loss = batch_loss(*model_, batches_[static_cast<size_t>(pass)], grad_scale);
+    const Batch& batch = batches_[static_cast<size_t>(pass)];
+    LossSum loss;
+    if (data_.pairs != nullptr) {
+      PreferenceSum of_pairs = preference_loss(*model_, batch, config_.dpo);
+      loss = std::move(of_pairs.loss);
+      pending.rewards.emplace_back(of_pairs.rewards);
+    } else {
+      loss = batch_loss(*model_, batch, grad_scale, loss_terms_);
+    }
     backward(loss.sum, grad_scale);
     pending.losses.push_back(loss.sum.detach().view({1}));
   }
@@ -547,7 +624,10 @@ StepMetrics Trainer::finish_step(const PendingStep& pending) {
   m.lr = pending.lr;
   m.loss = pending.loss_sum.item() / static_cast<double>(pending.num_targets);
   m.grad_norm = pending.grad_norm.item();
-  m.tokens = (pending.first_sample + samples_per_step_) * config_.model.context;
+  if (!pending.rewards.empty()) {
+    m.rewards = mean_rewards(pending.rewards, config_.train.micro_batch, world_);
+  }
+  m.tokens = (pending.first_sample + samples_per_step_) * tokens_per_sample_;
   if (pending.exposed != nullptr) {
     m.exposed_gather_ms = pending.exposed->gather_ms();
     m.exposed_reduce_ms = pending.exposed->reduce_ms();
@@ -713,7 +793,7 @@ dist::Progress Trainer::progress() const {
   return {.step = step_,
           .next_sample = next_sample_,
           .samples_per_step = samples_per_step_,
-          .tokens = next_sample_ * config_.model.context,
+          .tokens = next_sample_ * tokens_per_sample_,
           .num_skipped = num_skipped_,
           .lr = last_lr_,
           .val_loss = val_loss_,
@@ -739,8 +819,9 @@ void Trainer::finish(bool evaluates, bool is_end) {
   }
   if (evaluates && !is_rewind_due_) {
     try {
-      m.val_loss =
-          evaluate(*model_, *fsdp_, world_, *eval_samples_, config_.train, is_preemption_requested);
+      m.val_loss = evaluate(
+          *model_, *fsdp_, world_, *eval_samples_, config_.train,
+          [this](const Batch& batch) { return loss_of(batch); }, is_preemption_requested);
     } catch (...) {
       log(m);
       throw;
@@ -787,8 +868,9 @@ void Trainer::write_log(const std::function<void()>& write) {
 /// Of a run that had ended before it was evaluated.
 void Trainer::evaluate_end() {
   if (eval_samples_->num_samples() == 0 || !token_check_->finish(is_preemption_requested)) return;
-  val_loss_ =
-      evaluate(*model_, *fsdp_, world_, *eval_samples_, config_.train, is_preemption_requested);
+  val_loss_ = evaluate(
+      *model_, *fsdp_, world_, *eval_samples_, config_.train,
+      [this](const Batch& batch) { return loss_of(batch); }, is_preemption_requested);
   if (!val_loss_) return;
   if (!best_val_loss_ || *val_loss_ < *best_val_loss_) best_val_loss_ = val_loss_;
   result_.val_loss = val_loss_;
@@ -824,7 +906,8 @@ TrainResult Trainer::run() {
     if (last_step_ms_ > 0) slow_rank_.add(decision.waited_ms, last_step_ms_);
     checkpoints_.advance(decision.writers);
     const bool is_last = step_ == num_steps || decision.is_out_of_time;
-    const bool is_eval_due = is_last || (eval_every > 0 && step_ % eval_every == 0);
+    const bool is_eval_due = is_last || (eval_every > 0 && step_ % eval_every == 0) ||
+                             completes_part_of_epoch(config_, config_.train.evals_per_epoch, step_);
     const bool is_save_due = checkpoints_.is_due(step_) || decision.is_save_due;
     // Who asked for the end may not leave the time for it: a resume reads the tokens again.
     if ((is_eval_due || is_save_due) && !decision.is_preempted && !decision.has_failed) {
@@ -1003,7 +1086,16 @@ TrainResult train(const Config& given, dist::World& world) {
       caches = make_token_caches(texts, cache_dir, world);
       load(caches);
     }
-    Trainer trainer(config, world, std::move(data), run_dir, checkpoints, status, steps_done.get());
+    RunSamples samples;
+    std::string budget;
+    world.control().verdict([&] {
+      samples = make_samples(config, data);
+      budget = resolve_budget(config, {.samples_per_epoch = samples.train->num_samples(),
+                                       .tokens_per_sample = tokens_per_sample(config, data),
+                                       .world_size = world.world_size()});
+    });
+    Trainer trainer(config, world, std::move(data), std::move(samples), budget, run_dir,
+                    checkpoints, status, steps_done.get());
     if (world.rank() == 0) remove_other_token_caches(cache_dir, caches);
     set_fatal_report(fatal_report);  // only now an earlier run's status is this one's
     const TrainResult result = trainer.run();

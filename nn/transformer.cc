@@ -3,6 +3,7 @@
 #include <cmath>
 #include <numeric>
 
+#include "kernels/embedding/embedding.h"
 #include "kernels/matmul/matmul.h"
 #include "kernels/pointwise/pointwise.h"
 #include "nn/family.h"
@@ -40,10 +41,22 @@ Tensor LmHead::forward(const Tensor& hidden_BTC) {
 
 LossSum LmHead::forward(const Tensor& hidden_BTC, const Tensor& targets_BT,
                         const LinearCrossEntropyOptions& options) {
-  if (bias_) return cross_entropy(forward(hidden_BTC), targets_BT, options.ignore_index);
-  LinearCrossEntropyOptions capped = options;
-  if (softcap_ > 0) capped.softcap = softcap_;
-  return linear_cross_entropy(hidden_BTC, weight_, targets_BT, capped);
+  if (bias_) {
+    return cross_entropy(
+        forward(hidden_BTC), targets_BT,
+        CrossEntropyOptions{options.ignore_index, options.z_loss, options.label_smoothing});
+  }
+  return linear_cross_entropy(hidden_BTC, weight_, targets_BT, capped(options));
+}
+
+Tensor LmHead::forward(const Tensor& hidden_BTC, const Tensor& targets_BT, const OfEach& of_each) {
+  TESSERA_CHECK(!bias_, "LmHead: losses of each position with a bias, expected a head without one");
+  return linear_cross_entropy_rows(hidden_BTC, weight_, targets_BT, capped(of_each.options));
+}
+
+LinearCrossEntropyOptions LmHead::capped(LinearCrossEntropyOptions options) const {
+  if (softcap_ > 0) options.softcap = softcap_;
+  return options;
 }
 
 std::string LmHead::kind() const {
@@ -62,10 +75,28 @@ LossSum LanguageModel::loss(const Tensor& ids_BT, const Tensor& targets_BT,
   return run(
       *this,
       [&](LanguageModel& model, const Tensor& ids, const Tensor& targets) {
-        const Tensor hidden_BTC = model.head_input(model.forward(ids, options));
-        return model.head()(hidden_BTC, targets, loss_options);
+        return model.head()(model.hidden_of_targets(ids, options), targets, loss_options);
       },
       ids_BT, targets_BT);
+}
+
+Tensor LanguageModel::token_losses(const Tensor& ids_BT, const Tensor& targets_BT,
+                                   const ForwardOptions& options) {
+  return run(
+      *this,
+      [&](LanguageModel& model, const Tensor& ids, const Tensor& targets) {
+        return model.head()(model.hidden_of_targets(ids, options), targets, LmHead::OfEach{});
+      },
+      ids_BT, targets_BT);
+}
+
+Tensor LanguageModel::hidden_of_targets(const Tensor& ids_BT, const ForwardOptions& options) {
+  Tensor hidden_BTC = forward(ids_BT, options);
+  if (options.loss_rows.is_defined()) {
+    const int64_t C = hidden_BTC.dim(2);
+    hidden_BTC = embedding(options.loss_rows, hidden_BTC.view({hidden_BTC.numel() / C, C}));
+  }
+  return head_input(hidden_BTC);
 }
 
 Tensor LanguageModel::logits(const Tensor& ids_BT, const ForwardOptions& options) {

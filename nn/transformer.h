@@ -44,6 +44,9 @@ struct ForwardOptions {
   Tensor token_types;
   /// `logits` only: of the last position alone, [B, 1, V].
   bool last_only = false;
+  /// Losses only: i32 [R], the positions in 0 .. B * T - 1 that have targets, which are [R] then; head
+  /// and loss do not see the others. Undefined: all, of targets [B, T].
+  Tensor loss_rows;
 };
 
 /// Which blocks run again in backward instead of keeping their activations. A region is the inside
@@ -108,12 +111,18 @@ class LmHead : public Module {
   Tensor forward(const Tensor& hidden_BTC);
   LossSum forward(const Tensor& hidden_BTC, const Tensor& targets_BT,
                   const LinearCrossEntropyOptions& options);
+  /// The loss of each position, as linear_cross_entropy_rows.
+  struct OfEach {
+    LinearCrossEntropyOptions options;
+  };
+  Tensor forward(const Tensor& hidden_BTC, const Tensor& targets_BT, const OfEach& of_each);
 
   std::string kind() const override;
   const Tensor& weight() const { return weight_; }
 
  private:
   void add_bias();
+  LinearCrossEntropyOptions capped(LinearCrossEntropyOptions options) const;
 
   Tensor& weight_;
   Child<Bias> bias_;
@@ -136,6 +145,10 @@ class LanguageModel : public Module {
   /// Sum of -log p(target) over the targets that count, and their number; runs the module's hook.
   LossSum loss(const Tensor& ids_BT, const Tensor& targets_BT, const ForwardOptions& options = {},
                const LinearCrossEntropyOptions& loss_options = {});
+  /// -log p(target) of each target, 0 of one that does not count, as `loss` adds them up: as targets,
+  /// f32 (f64). Runs the module's hook. Error for a head with a bias.
+  Tensor token_losses(const Tensor& ids_BT, const Tensor& targets_BT,
+                      const ForwardOptions& options = {});
   /// Shapes   ids [B, T] -> [B, T, V] (or [B, 1, V], see last_only); runs the module's hook.
   Tensor logits(const Tensor& ids_BT, const ForwardOptions& options = {});
 
@@ -175,6 +188,8 @@ class LanguageModel : public Module {
     if (options.cache != nullptr) options.cache->length += x_BTC.dim(1);
     return x_BTC;
   }
+  /// The hidden states that head and loss see, [B, T, C], or [R, C] with `loss_rows`.
+  Tensor hidden_of_targets(const Tensor& ids_BT, const ForwardOptions& options);
   /// The head, tied to `embedding` or with a weight of its own that starts as `init`.
   void emplace_head(Child<LmHead>& head, bool tied, Embedding& embedding, const Init& init,
                     float softcap = 0, bool bias = false);

@@ -36,6 +36,22 @@ struct Conversation {
 ///          an unknown role
 Conversation parse_conversation(const jinja::Value& row, ChatShape shape = ChatShape::kAuto);
 
+/// Two answers to one prompt, of which the first is preferred.
+struct Preference {
+  Conversation chosen, rejected;  ///< both begin with the prompt, `num_prompt_messages`
+};
+
+/// The pair in a row: a JSON object with "chosen" and "rejected", each a list of messages, a message
+/// (ShareGPT's too), or a text, which is one message of the assistant; before them
+///   "prompt"           a list of messages, or a text, which is one message of the user; where both
+///                      answers begin with it, they have it once
+///   "conversations"    ShareGPT's, with "system"
+///   nothing            then what both begin with, messages that are equal, is the prompt
+/// and with each "tools".
+/// Errors   InputError without the name of the file: a key that is missing, an empty prompt or answer,
+///          two answers that are equal, and as parse_conversation
+Preference parse_preference(const jinja::Value& row);
+
 /// A conversation of one message, the user's.
 Conversation question(std::string_view text);
 

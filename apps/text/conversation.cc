@@ -173,6 +173,26 @@ std::vector<Value> alpaca_messages(const Value& row) {
   return messages;
 }
 
+/// Messages of an answer: a list, one message of either kind, or a text.
+std::vector<Value> answer_of(const Value& row, std::string_view key) {
+  const Value* value = find(row, key);
+  if (value == nullptr) {
+    fail("no \"{}\", expected a prompt with \"chosen\" and \"rejected\"", key);
+  }
+  std::vector<Value> messages;
+  if (value->is(Kind::kDict) && find(*value, "from") != nullptr) {
+    messages.push_back(
+        make_message(role_of_sharegpt(text_of(*value, "from")), Value(text_of(*value, "value"))));
+  } else if (value->is(Kind::kDict)) {
+    messages.push_back(normalized_message(*value, 0));
+  } else {
+    messages = messages_or_text(*value, key, "assistant");
+  }
+  const bool is_empty = messages.empty() || (value->is_string() && value->text().empty());
+  if (is_empty) fail("\"{}\" is empty, expected an answer", key);
+  return messages;
+}
+
 ChatShape shape_of(const Value& row) {
   if (find(row, "messages") != nullptr) return ChatShape::kMessages;
   if (find(row, "prompt") != nullptr && find(row, "completion") != nullptr) {
@@ -237,6 +257,64 @@ Conversation parse_conversation(const Value& row, ChatShape shape) {
   result.messages = Value::list(std::move(messages));
   result.tools = tools_of(row);
   return result;
+}
+
+Preference parse_preference(const Value& row) {
+  if (!row.is(Kind::kDict)) fail("{} is no pair, expected an object", jinja::type_name(row));
+  std::vector<Value> chosen = answer_of(row, "chosen"), rejected = answer_of(row, "rejected");
+  std::vector<Value> prompt;
+  if (const Value* given = find(row, "prompt")) {
+    prompt = messages_or_text(*given, "prompt", "user");
+    if (given->is_string() && given->text().empty()) prompt.clear();
+    // Some have the prompt in the answers as well.
+    const auto has_prompt = [&](const std::vector<Value>& answer) {
+      return answer.size() > prompt.size() &&
+             std::equal(prompt.begin(), prompt.end(), answer.begin(),
+                        [](const Value& a, const Value& b) { return jinja::equal(a, b); });
+    };
+    if (has_prompt(chosen) && has_prompt(rejected)) {
+      for (auto* answer : {&chosen, &rejected}) {
+        answer->erase(answer->begin(), answer->begin() + static_cast<int64_t>(prompt.size()));
+      }
+    }
+  } else if (find(row, "conversations") != nullptr || find(row, "conversation") != nullptr) {
+    prompt = sharegpt_messages(row);
+  } else {
+    size_t shared = 0;
+    while (shared < std::min(chosen.size(), rejected.size()) &&
+           jinja::equal(chosen[shared], rejected[shared])) {
+      ++shared;
+    }
+    if (shared < chosen.size() || shared < rejected.size()) {
+      const auto begin = static_cast<int64_t>(shared);
+      prompt.assign(chosen.begin(), chosen.begin() + begin);
+      chosen.erase(chosen.begin(), chosen.begin() + begin);
+      rejected.erase(rejected.begin(), rejected.begin() + begin);
+    }
+  }
+  const bool is_equal =
+      chosen.size() == rejected.size() &&
+      std::equal(chosen.begin(), chosen.end(), rejected.begin(),
+                 [](const Value& a, const Value& b) { return jinja::equal(a, b); });
+  if (is_equal) fail("\"chosen\" and \"rejected\" are equal, expected two answers");
+  if (prompt.empty()) {
+    fail(
+        "an empty prompt, expected \"prompt\", or messages that \"chosen\" and \"rejected\" both "
+        "begin with");
+  }
+  if (chosen.empty() || rejected.empty()) {
+    fail("\"{}\" is the beginning of \"{}\", expected an answer of its own",
+         chosen.empty() ? "chosen" : "rejected", chosen.empty() ? "rejected" : "chosen");
+  }
+  const auto with = [&](std::vector<Value>& answer) {
+    Conversation result;
+    result.num_prompt_messages = static_cast<int64_t>(prompt.size());
+    answer.insert(answer.begin(), prompt.begin(), prompt.end());
+    result.messages = Value::list(std::move(answer));
+    result.tools = tools_of(row);
+    return result;
+  };
+  return {with(chosen), with(rejected)};
 }
 
 Conversation question(std::string_view text) {

@@ -28,6 +28,8 @@ const std::vector<std::string> kGpt2 = {"--model.kind=gpt2"}, kBloom = {"--model
                                kChats = {"--data.text=", "--data.chat=y", "--data.tokenizer=t",
                                          "--model.vocab=9"},
                                kSkip = {"--guard.spike=skip"},
+                               kPairs = {"--data.text=", "--data.preference=y",
+                                         "--data.tokenizer=t", "--model.vocab=9"},
                                kMasked = {"--model.kind=bert", "--data.mask_token=3"};
 
 std::vector<Example> examples() {
@@ -52,6 +54,15 @@ std::vector<Example> examples() {
       {"data.chat_template", "t.jinja", {}, kChats},
       {"data.train_on", "all", {}, kChats},
       {"data.long_chats", "drop", {}, kChats},
+      {"data.long_chats", "drop", {}, kPairs},
+      {"data.field", "body", kPairs, {}},
+      {"dpo.beta", "0.2", {}, kPairs},
+      {"dpo.loss", "ipo", {}, kPairs},
+      {"dpo.label_smoothing", "0.1", {}, kPairs},
+      {"dpo.reference", "d", {}, kPairs},
+      {"train.z_loss", "1e-4", kPairs, {}},
+      {"train.label_smoothing", "0.1", kPairs, {}},
+      {"train.evals_per_epoch", "2", {"--data.val_fraction=0"}, {}},
       {"data.val_fraction",
        "0.2",
        {"--data.text=", "--data.tokens=y", "--data.val_tokens=z", "--model.vocab=9"},

@@ -114,14 +114,19 @@ class Runs:
         chats = [[f"{i}", f"{i * i}", "x" * (i % 5 + 1), "long " * 6 if i % 5 == 0 else f"{i % 7}"]
                  for i in range(60)]
         turn = "{% for m in messages %}%s{{ m.content }}{{ '!' if m.role == 'user' else '$' }}{% endfor %}"
-        self.paths = {"CHATS": self.chats("chats.jsonl", chats),
+        pairs = [{"prompt": f"{i}", "chosen": f"{i * i}" + ("long" * 6 if i % 5 == 0 else ""), "rejected": "no"}
+                 for i in range(60)]
+        self.paths = {"PAIRS": self.write("pairs.jsonl", "".join(json.dumps(p) + "\n" for p in pairs)),
+                      "OTHER_PAIRS": self.write("other_pairs.jsonl", "".join(
+                          json.dumps(p) + "\n" for p in pairs[30:])),
+                      "CHATS": self.chats("chats.jsonl", chats),
                       "OTHER_CHATS": self.chats("other.jsonl", chats[30:]),
                       "CHAT_TEMPLATE": self.write("chat.jinja", turn.replace("%s", "")),
                       "OTHER_TEMPLATE": self.write("other.jinja", turn.replace("%s", ":")),
                       "LINES": lines, "BROKEN": broken, "TOKENIZER": tokenizer, "ENDING": ending,
                       "TEXT": self.text, "OTHER": self.other_text, "A": self.path("a.bin"),
                       "B": self.path("b.bin"), "SAME": self.path("same.bin"), "HF": self.path("hf"),
-                      "HF_GPT2": self.path("hf_gpt2"), "SOURCE": self.path("source")}
+                      "HF_GPT2": self.path("hf_gpt2"), "HF_PAIRS": self.path("hf_pairs"), "SOURCE": self.path("source")}
         os.makedirs(self.path("source"))
         self.write("source/tokenizer.json", "{}")
         self.write("source/tokenizer_config.json", "{}")
@@ -223,6 +228,8 @@ BERT = {"model.kind": "bert", "data.mask_token": 0}
 SOURCES = {"data.text": "UNSET", "data.sources": "@A@", "data.separator": 32, "model.vocab": 61}
 CHATS = {"data.text": "UNSET", "data.chat": "@CHATS@", "data.chat_template": "@CHAT_TEMPLATE@",
          "model.context": 24}
+PAIRS = {"data.text": "UNSET", "data.preference": "@PAIRS@", "data.chat_template": "@CHAT_TEMPLATE@",
+         "model.context": 24, "model.kind": "llama"}
 TOKENS = {"data.text": "UNSET", "data.tokens": "@A@", "model.vocab": 61}
 BF16 = {"precision.param_dtype": "bf16"}
 F16 = {"precision.param_dtype": "f16", "guard.max_skips": 100}
@@ -400,6 +407,15 @@ ROWS = [
     Row("data.train_on", "all", other_numbers, CHATS),
     Row("data.train_on", "last", other_numbers, CHATS),
     Row("data.long_chats", "drop", other_numbers, CHATS),
+    Row("data.preference", "@OTHER_PAIRS@", other_numbers, PAIRS),
+    Row("data.chat_template", "@OTHER_TEMPLATE@", other_numbers, PAIRS),
+    Row("data.long_chats", "drop", other_numbers, PAIRS),
+    Row("dpo.beta", 0.5, other_numbers, PAIRS),
+    Row("dpo.loss", "ipo", other_numbers, PAIRS),
+    Row("dpo.label_smoothing", 0.2, other_numbers, PAIRS),
+    # Of other weights, whatever they are: as training starts, nothing is preferred.
+    Row("dpo.reference", "@HF_PAIRS@", lambda a, b: a.values("chosen")[0] == 0 != b.values("chosen")[0],
+        PAIRS),
     Row("data.val_tokens", "@B@", lambda a, b: a.values("val_loss")[-1] != b.values("val_loss")[-1],
         TOKENS),
     Row("data.tokenizer", "char", lambda a, b: b.numbers()[0] != a.numbers()[0]),
@@ -421,9 +437,14 @@ ROWS = [
     Row("data.separator", 32, other_numbers, {"model.kind": "bloom", "data.restart_positions": "true"}),
     Row("data.separator", 32, other_numbers, GPT2 | {"data.restart_positions": "true"}),
     Row("data.restart_positions", "true", other_numbers, GPT2 | {"data.separator": 32}),
+    Row("train.z_loss", 0.01, other_numbers),
+    Row("train.label_smoothing", 0.1, other_numbers),
     Row("train.steps", 6, lambda a, b: b.values("step") == [1, 2, 3, 4, 5, 6]),
     Row("train.micro_batch", 3, tokens_per_step(24)),
     Row("train.grad_accum_steps", 3, both(tokens_per_step(48), more("attention_fwd", 3))),
+    Row("train.epochs", 0.02, lambda a, b: len(b.steps) == 4, {"train.steps": "UNSET"}, skip_base=True),
+    Row("train.tokens", 96, lambda a, b: len(b.steps) == 6, {"train.steps": "UNSET"}, skip_base=True),
+    Row("train.global_batch_tokens", 64, both(tokens_per_step(64), more("attention_fwd", 4))),
     Row("train.global_batch", 8, both(tokens_per_step(64), more("attention_fwd", 4))),
     # One seed for many things, each where nothing else of it is seen.
     Row("train.seed", 2, other_numbers, TOKENS | {"data.tokens": "@SAME@"}),  # initial values
@@ -435,6 +456,7 @@ ROWS = [
         SAMPLE | {"checkpoint.resume": "auto", "checkpoint.resume_override": "true", "train.steps": 3},
         resume=True),  # of a run that is over
     Row("train.eval_every", 2, val_steps(2, 4), same=True),
+    Row("train.evals_per_epoch", 91, val_steps(3, 4), same=True),
     Row("train.eval_batches", 1, lambda a, b: a.values("val_loss")[-1] != b.values("val_loss")[-1],
         same=True),
     Row("train.log_every", 3, lambda a, b: b.text.count("\nstep ") < a.text.count("\nstep ") == 4,
@@ -466,6 +488,7 @@ ROWS = [
     Row("optim.lr", 0.02, both(other_last, lrs(0.02, 0.02, 0.02, 0.02)), {"optim.final_lr": 0.01}),
     Row("optim.final_lr", 0.001, both(other_last, lambda a, b: b.values("lr")[-1] < 0.0011),
         {"optim.schedule": "linear"}),
+    Row("optim.warmup_ratio", 0.9, both(other_last, lrs(0.0025, 0.005, 0.0075, 0.01))),
     Row("optim.warmup_steps", 4, both(other_last, lrs(0.0025, 0.005, 0.0075, 0.01))),
     Row("optim.decay_steps", 2, both(other_last, lrs(0.01, 0.01, 0.0055, 0.001)),
         {"optim.schedule": "wsd", "optim.final_lr": 0.001}),
@@ -567,6 +590,8 @@ ROWS = [
     Row("output.overwrite", "true", lambda a, b: a.status == 2 and b.values("step") == [1, 2, 3, 4],
         resume=True),
     Row("output.peak_tflops", 0.001, mfu_is_right, same=True),
+    Row("checkpoint.per_epoch", 91, lambda a, b: b.saved_steps() == [3],
+        {"checkpoint.last": "false", "checkpoint.best": "false"}, same=True),
     Row("checkpoint.every", 2, lambda a, b: b.saved_steps() == [2, 4], same=True),
     Row("checkpoint.every_minutes", 1e-5, lambda a, b: len(b.saved_steps()) > len(a.saved_steps()) == 1,
         same=True),
@@ -813,7 +838,7 @@ def main():
         if base.status != 0:
             print(base.text)
             return 1
-        for name, keys in (("hf", TOKENS), ("hf_gpt2", TOKENS | GPT2)):
+        for name, keys in (("hf", TOKENS), ("hf_gpt2", TOKENS | GPT2), ("hf_pairs", PAIRS)):
             out = os.path.join(RUNS.run(BASE | keys).dir, "out")
             done = RUNS.tool("tessera-checkpoint", "export", out, RUNS.path(name))
             if done.returncode != 0:

@@ -738,7 +738,8 @@ TEST_CASE("trainer: who ends a run waits for no evaluation, on whichever rank it
       const EvalSamples samples(data.val, sample_options(config, data));
       if (samples.num_samples() < 12) throw Error("too few samples for this test");
       const auto evaluate_until = [&](int last) {
-        return evaluate(*model, *fsdp, world, samples, config.train, [&, n = 0]() mutable {
+        const auto loss_of = [&](const Batch& batch) { return batch_loss(*model, batch); };
+        return evaluate(*model, *fsdp, world, samples, config.train, loss_of, [&, n = 0]() mutable {
           const std::lock_guard lock(mutex);
           ++num_asked[world.rank()];
           return world.rank() == world_size - 1 && ++n > last;

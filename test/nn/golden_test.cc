@@ -273,4 +273,28 @@ TEST_CASE("golden: the number of threads does not change a bit", "[golden]") {
 }
 
 }  // namespace
+TEST_CASE("golden: cross entropy with a z-loss and label smoothing is PyTorch's",
+          "[golden][loss]") {
+  const auto golden = nlohmann::json::parse(read_file(golden_dir() + "/loss_terms.json"));
+  const auto targets_of = golden["targets"].get<std::vector<int64_t>>();
+  const auto R = static_cast<int64_t>(targets_of.size());
+  const auto values = golden["logits"].get<std::vector<double>>();
+  const int64_t V = static_cast<int64_t>(values.size()) / R;
+  const Tensor targets = from_values(std::span<const int64_t>(targets_of), {R});
+  for (const DType dtype : {kF32, kF64}) {
+    for (const auto& c : golden["cases"]) {
+      // The options are f32.
+      const CrossEntropyOptions options{.z_loss = c["z_loss"].get<float>(),
+                                        .label_smoothing = c["label_smoothing"].get<float>()};
+      Tensor logits = from_values(std::span<const double>(values), {R, V}, dtype);
+      logits.set_requires_grad(true);
+      const LossSum loss = cross_entropy(logits, targets, options);
+      backward(loss.sum);
+      CAPTURE(c["z_loss"].get<double>(), c["label_smoothing"].get<double>());
+      CHECK(loss.sum.item() == Approx(c["loss"].get<double>()).epsilon(1e-6));
+      check_close(logits.grad().to_vector(), c["gradient"].get<std::vector<double>>(), 1e-6);
+    }
+  }
+}
+
 }  // namespace tessera::testing
