@@ -28,6 +28,7 @@
 #include "kernels/optimizer/kernel.h"
 #include "kernels/optimizer/optimizer.h"
 #include "kernels/orthogonalize/kernel.h"
+#include "kernels/orthogonalize/orthogonalize.h"
 #include "kernels/pointwise/kernel.h"
 #include "kernels/random/kernel.h"
 #include "kernels/random/random.h"
@@ -662,7 +663,17 @@ class Bench {
            {data(x), data(sums), dtype, n, n, 1.f, 1e-7f});
       time("matrix_combine", shape, k::matrix_combine,
            {data(x), data(x), data(y), dtype, kF32, n, n, 0.5, 0.5, true});
+      orthogonalize(n, n);
+      orthogonalize(n, s_.F);
     }
+  }
+
+  /// All of it, beside the rate of a large product: operations are those that symmetry leaves, and
+  /// no bytes count.
+  void orthogonalize(int64_t rows, int64_t cols) {
+    const Tensor g = random({rows, cols}, dtype_, 3);
+    report(name_for("orthogonalize", by(rows, cols)), orthogonalize_flops(rows, cols).computed, 0,
+           [&] { tessera::orthogonalize(g, MuonCoefficients::kOriginal); });
   }
 
   const Shapes s_;

@@ -14,6 +14,10 @@
 //
 //   overhead = step - sequence - other kernels,  in percent of sequence + other kernels
 //
+// What Muon would add to a step of so many tokens, and to one of 524,288, by operations alone:
+//
+//   share = operations of orthogonalizing each matrix of the blocks / (flops a token x tokens)
+//
 // Peak memory stands beside what parameters, gradients and states, and activations, should take.
 //
 // With --count one step of one rank is not timed but counted: tasks, waits of the host, and bytes
@@ -40,6 +44,7 @@
 #include "dist/fsdp/fully_shard.h"
 #include "dist/fsdp/shard_view.h"
 #include "kernels/matmul/cuda/cublaslt.h"
+#include "kernels/orthogonalize/orthogonalize.h"
 #include "nn/gpt2/gpt2.h"
 #include "nn/llama/llama.h"
 
@@ -180,6 +185,12 @@ struct Result {
   double rate = 0;  // of a large product, operations a second
   Split split;
   double floor_ms = 0, tokens = 0, parameters = 0, flops_per_token = 0;
+  double muon_flops = 0;  // a step, whatever the tokens
+
+  /// Percent of the operations of a step of so many tokens.
+  double muon_percent(double of_tokens) const {
+    return 100 * muon_flops / (flops_per_token * of_tokens);
+  }
   double allocator_peak_gib = 0, resident_peak_gib = 0;
   size_t num_gemms = 0;  // with --gemm-sequence
   double gemms_ms = 0;
@@ -188,6 +199,18 @@ struct Result {
   double overhead_ms() const { return step.median_ms - bare_ms(); }
   double overhead_percent() const { return 100 * overhead_ms() / bare_ms(); }
 };
+
+constexpr double kLargeStepTokens = 524288;  // of a GPT-2 124M as it is usually trained
+
+double muon_flops_of(nn::LanguageModel& model) {
+  double flops = 0;
+  for (const nn::NamedParameter& p : model.named_parameters()) {
+    const Shape& shape = p.parameter->tensor.shape();
+    if (shape.num_dims() != 2 || !p.name.starts_with("blocks.")) continue;
+    flops += orthogonalize_flops(shape[0], shape[1]).computed;
+  }
+  return flops;
+}
 
 double gib(double nbytes) {
   return nbytes / (1 << 30);
@@ -248,6 +271,7 @@ Result measure(dist::World& world, const Options& o, const Roofline& roofline, d
   r.tokens = static_cast<double>(o.micro_batch * o.context * world.world_size());
   r.parameters = static_cast<double>(dist::ShardView(training.fsdp()).num_parameters());
   r.flops_per_token = training.model().flops_per_token(o.context);
+  r.muon_flops = muon_flops_of(training.model());
   const bool is_cuda = Context::current()->device().type == DeviceType::kCuda;
   const int num_devices = is_cuda ? world.world_size() : 1;
   r.rate = roofline.flops_per_s(dtype_from_name(o.dtype)) * num_devices;
@@ -306,6 +330,9 @@ int report(const Options& o, int num_ranks, const Result& r) {
                        {"tokens_per_s", tokens_per_s},
                        {"mfu_percent", mfu_percent},
                        {"floor_ms", r.floor_ms},
+                       {"muon_flops", r.muon_flops},
+                       {"muon_percent", r.muon_percent(r.tokens)},
+                       {"muon_percent_of_524288_tokens", r.muon_percent(kLargeStepTokens)},
                        {"step_over_floor", r.step.median_ms / r.floor_ms},
                        {"products_ms", ms[kProducts]},
                        {"attention_ms", ms[kAttention]},
@@ -331,14 +358,16 @@ int report(const Options& o, int num_ranks, const Result& r) {
       "{:.2f}\n"
       "products {:.1f}  attention {:.1f}  other kernels {:.1f}  optimizer {:.1f}  exposed "
       "communication {:.1f}  idle {:.1f} ms\n"
+      "Muon would add {:.2f} TFLOP: {:.2f} % of the step's operations, {:.3f} % at {:.0f} tokens\n"
       "peak (expected): states {:.3f} ({:.3f}), activations {:.3f} ({:.3f}), gathered {:.3f} GiB; "
       "allocator {:.3f}, resident {:.3f} GiB\n",
       o.model, o.dtype, o.strategy, num_ranks, o.micro_batch, o.context, r.parameters * 1e-6,
       r.step.median_ms, r.step.min_ms, r.step.max_ms, tokens_per_s, mfu_percent, r.floor_ms,
       r.step.median_ms / r.floor_ms, ms[kProducts], ms[kAttention], ms[kOther], ms[kOptimizer],
-      ms[kWaits], r.split.idle_ms, gib(r.memory.states), gib(r.memory.expected_states),
-      gib(r.memory.activations), gib(r.memory.expected_activations), gib(r.memory.others),
-      r.allocator_peak_gib, r.resident_peak_gib);
+      ms[kWaits], r.split.idle_ms, r.muon_flops * 1e-12, r.muon_percent(r.tokens),
+      r.muon_percent(kLargeStepTokens), kLargeStepTokens, gib(r.memory.states),
+      gib(r.memory.expected_states), gib(r.memory.activations), gib(r.memory.expected_activations),
+      gib(r.memory.others), r.allocator_peak_gib, r.resident_peak_gib);
   if (o.times_gemms) {
     fmt::print(
         "{} products of cuBLASLt alone {:.1f} ms, other kernels {:.1f}, overhead {:.1f} ms "

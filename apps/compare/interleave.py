@@ -34,7 +34,7 @@ def peak_resident_bytes(pid):
 
 class Run:
     """A training by tessera-train: `step_ms` of each step, `peak_bytes` resident (of the launcher
-    where there are several ranks), `seconds` of the process, `last` line of its metrics."""
+    where there are several ranks), `seconds` of the process, `lines` of its metrics and the `last`."""
 
     def __init__(self, program, config, options, ranks=1):
         environment = dict(os.environ)
@@ -46,9 +46,10 @@ class Run:
                                 "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
         self.peak_bytes = 0
         with tempfile.TemporaryDirectory() as folder:
-            command = launch + [program, f"{ROOT}/configs/{config}", f"--output.dir={folder}/out",
-                                "--train.eval_every=0", "--sample.tokens=0", "--device=cpu",
-                                "--checkpoint.last=false", "--checkpoint.every_minutes=0"]
+            options = {"output.dir": f"{folder}/out", "train.eval_every": 0, "sample.tokens": 0,
+                       "device": "cpu", "checkpoint.last": "false",
+                       "checkpoint.every_minutes": 0} | options
+            command = launch + [program, f"{ROOT}/configs/{config}"]
             command += [f"--{key}={value}" for key, value in options.items()]
             begin = time.perf_counter()
             with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
@@ -61,7 +62,8 @@ class Run:
             if process.returncode != 0:
                 raise RuntimeError(f"{' '.join(command)}: status {process.returncode}: {errors}")
             with open(f"{folder}/out/metrics.jsonl", encoding="utf-8") as f:
-                lines = [json.loads(line) for line in f]
+                self.lines = [json.loads(line) for line in f]
+        lines = self.lines
         self.last = lines[-1]
         # step_ms is a mean of the last METRICS_WINDOW steps: differences of sums are the steps.
         sums = [line["step_ms"] * min(i + 1, METRICS_WINDOW) for i, line in enumerate(lines)]

@@ -368,13 +368,15 @@ class AdafactorApplyRule {
   int64_t num_cols_ = 0, origin_ = 0;
 };
 
-/// A warp takes 256 elements.
-template <class Grad>
-__global__ void __launch_bounds__(kBlock) adafactor_collect_kernel(AdafactorCollect p) {
-  if (p.skip != nullptr && *p.skip != 0) return;
-  const float scale = p.grad_scale == nullptr ? 1.0f : *p.grad_scale;
+__device__ int lane_of_thread() {
+  return static_cast<int>(threadIdx.x) % tessera::cuda::kWarpSize;
+}
+
+/// A warp takes a block of 256 elements after the other: f(block, begin, end, segment), by the whole
+/// warp, for those that begin in a segment. Blocks begin with segments, so the others are padding.
+template <class F>
+__device__ void for_state_blocks(const FlatUpdate& p, F&& f) {
   Segment segment;
-  const int lane = static_cast<int>(threadIdx.x) % tessera::cuda::kWarpSize;
   const int64_t num_blocks = ceil_div(p.numel, kStateBlock);
   const int64_t warps = static_cast<int64_t>(gridDim.x) * (kBlock / tessera::cuda::kWarpSize);
   for (int64_t block =
@@ -382,10 +384,20 @@ __global__ void __launch_bounds__(kBlock) adafactor_collect_kernel(AdafactorColl
        block < num_blocks; block += warps) {
     const int64_t begin = block * kStateBlock;
     if (p.first + begin >= segment.end) seek(p, p.first + begin, segment);
-    if (segment.begin > p.first + begin) continue;  // padding
+    if (segment.begin > p.first + begin) continue;
     int64_t end = segment.end - p.first;
     if (end > p.numel) end = p.numel;
     if (end > begin + kStateBlock) end = begin + kStateBlock;
+    f(block, begin, end, segment.index);
+  }
+}
+
+template <class Grad>
+__global__ void __launch_bounds__(kBlock) adafactor_collect_kernel(AdafactorCollect p) {
+  if (p.skip != nullptr && *p.skip != 0) return;
+  const float scale = p.grad_scale == nullptr ? 1.0f : *p.grad_scale;
+  const int lane = lane_of_thread();
+  for_state_blocks(p, [&](int64_t block, int64_t begin, int64_t end, int64_t) {
     float sum = 0;
     for (int64_t at = begin + lane; at < end; at += tessera::cuda::kWarpSize) {
       p.scaled[at] = tessera::cuda::to_float(static_cast<const Grad*>(p.grad)[at]) * scale;
@@ -393,7 +405,7 @@ __global__ void __launch_bounds__(kBlock) adafactor_collect_kernel(AdafactorColl
     }
     sum = tessera::cuda::warp_sum(sum);
     if (lane == 0) p.squares[block] = sum;
-  }
+  });
 }
 
 __device__ float adafactor_weight(const AdafactorFactors& p) {
@@ -417,7 +429,8 @@ __global__ void __launch_bounds__(kBlock) adafactor_rows_kernel(AdafactorFactors
   }
 }
 
-/// A thread a column, so that neighbours read neighbours.
+/// A block takes 32 columns, each of its warps every eighth row of them, so that a matrix of few
+/// columns is work for more than a few blocks; the sums of the warps are added in their order.
 __global__ void __launch_bounds__(kBlock) adafactor_cols_kernel(AdafactorFactors p) {
   const int64_t rows = p.rows == 0 ? 1 : p.rows;
   if (p.skip != nullptr && *p.skip != 0) {
@@ -427,15 +440,26 @@ __global__ void __launch_bounds__(kBlock) adafactor_cols_kernel(AdafactorFactors
     }
     return;
   }
-  for (int64_t c = static_cast<int64_t>(blockIdx.x) * kBlock + threadIdx.x; c < p.cols;
-       c += static_cast<int64_t>(gridDim.x) * kBlock) {
+  constexpr int kWarps = kBlock / tessera::cuda::kWarpSize;
+  float* const sums = tessera::cuda::dynamic_smem<float>();
+  const int lane = lane_of_thread(),
+            warp = static_cast<int>(threadIdx.x) / tessera::cuda::kWarpSize;
+  for (int64_t first = static_cast<int64_t>(blockIdx.x) * tessera::cuda::kWarpSize; first < p.cols;
+       first += static_cast<int64_t>(gridDim.x) * tessera::cuda::kWarpSize) {
+    const int64_t c = first + lane;
     float sum = 0;
-    for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t r = warp; c < p.cols && r < rows; r += kWarps) {
       const float g = p.g[r * p.cols + c];
       sum += g * g;
     }
-    const float old = p.values[p.rows + c];
-    p.next[p.rows + c] = old + adafactor_weight(p) * (sum / static_cast<float>(rows) - old);
+    sums[threadIdx.x] = sum;
+    __syncthreads();
+    if (warp == 0 && c < p.cols) {
+      for (int w = 1; w < kWarps; ++w) sum += sums[w * tessera::cuda::kWarpSize + lane];
+      const float old = p.values[p.rows + c];
+      p.next[p.rows + c] = old + adafactor_weight(p) * (sum / static_cast<float>(rows) - old);
+    }
+    __syncthreads();  // before the sums of the next columns
   }
 }
 
@@ -581,32 +605,15 @@ __global__ void __launch_bounds__(kBlock, kStateBlocksPerMultiprocessor)
   const float weight2 = static_cast<float>(1 - p.beta2);
   const float eps = static_cast<float>(p.eps);
   Low low(p);
-  Segment segment;
-  const int lane = static_cast<int>(threadIdx.x) % tessera::cuda::kWarpSize;
-  const int64_t num_blocks = ceil_div(p.numel, kStateBlock);
-  const int64_t warps = static_cast<int64_t>(gridDim.x) * (kBlock / tessera::cuda::kWarpSize);
-  for (int64_t block =
-           (static_cast<int64_t>(blockIdx.x) * kBlock + threadIdx.x) / tessera::cuda::kWarpSize;
-       block < num_blocks; block += warps) {
-    const int64_t begin = block * kStateBlock;
-    if (p.first + begin >= segment.end) seek(p, p.first + begin, segment);
-    const bool is_here = segment.begin <= p.first + begin;  // else the block is padding
-    int64_t end = begin;
-    float keep = 0, step_size = 0;
-    if (is_here) {
-      end = segment.end - p.first;
-      if (end > p.numel) end = p.numel;
-      if (end > begin + kStateBlock) end = begin + kStateBlock;
-      const double lr =
-          static_cast<double>(p.lr) * static_cast<double>(p.factors[2 * segment.index]);
-      const double decay = static_cast<double>(p.weight_decay) *
-                           static_cast<double>(p.factors[2 * segment.index + 1]);
-      keep = static_cast<float>(1 - lr * decay);
-      step_size = static_cast<float>(lr * inverse_correction1);
-      low.enter(p, segment.index);
-    }
-    const float m_scale = is_here ? p.exp_avg_absmax[block] : 0;
-    const float v_scale = is_here ? p.exp_avg_sq_absmax[block] : 0;
+  const int lane = lane_of_thread();
+  for_state_blocks(p, [&](int64_t block, int64_t begin, int64_t end, int64_t segment) {
+    const double lr = static_cast<double>(p.lr) * static_cast<double>(p.factors[2 * segment]);
+    const double decay =
+        static_cast<double>(p.weight_decay) * static_cast<double>(p.factors[2 * segment + 1]);
+    const float keep = static_cast<float>(1 - lr * decay);
+    const float step_size = static_cast<float>(lr * inverse_correction1);
+    low.enter(p, segment);
+    const float m_scale = p.exp_avg_absmax[block], v_scale = p.exp_avg_sq_absmax[block];
     Floats<N> m[kLaneElements / N], v[kLaneElements / N];
     float m_absmax = 0, v_absmax = 0;
     const auto at_of = [&](int k) { return begin + (k * tessera::cuda::kWarpSize + lane) * N; };
@@ -653,11 +660,11 @@ __global__ void __launch_bounds__(kBlock, kStateBlocksPerMultiprocessor)
       store_codes<N>(p.exp_avg + at, m[k], m_absmax, m_thresholds, end - at);
       store_codes<N>(p.exp_avg_sq + at, v[k], v_absmax, v_thresholds, end - at);
     }
-    if (is_here && lane == 0) {
+    if (lane == 0) {
       p.exp_avg_absmax[block] = m_absmax;
       p.exp_avg_sq_absmax[block] = v_absmax;
     }
-  }
+  });
 }
 
 template <class Rule, class Low, class Grad, int N>
@@ -822,7 +829,9 @@ void adafactor_factors(CUstream_st* stream, const AdafactorFactors& p) {
            LaunchConfig{blocks(p.rows), kBlock, kSums, stream}, p);
   }
   launch("adafactor_cols", &adafactor_cols_kernel,
-         LaunchConfig{blocks(ceil_div(p.cols, kBlock)), kBlock, 0, stream}, p);
+         LaunchConfig{blocks(ceil_div(p.cols, int64_t{tessera::cuda::kWarpSize})), kBlock,
+                      kBlock * sizeof(float), stream},
+         p);
   launch("adafactor_mean", &adafactor_mean_kernel, LaunchConfig{1, kBlock, kSums, stream}, p);
   launch("adafactor_norm", &adafactor_norm_kernel,
          LaunchConfig{static_cast<unsigned>(AdafactorFactors::kParts), kBlock, kSums, stream}, p);

@@ -1,5 +1,6 @@
 """Writes states.json: what bitsandbytes' AdamW8bit and PyTorch's Adafactor and Muon make of formula
-gradients (f32, on the CPU), and the dynamic maps and codes of bitsandbytes.
+gradients (f32, on the CPU), the dynamic maps and codes of bitsandbytes, and how far Newton-Schulz steps in
+f32 are from those in f64 when PyTorch multiplies (relative, in the Frobenius norm).
 
 Codes are those of bitsandbytes' own rounding to the nearest one (`quantize_blockwise` of f64 input).
 Its f32 kernel for CPUs (0.50) gives the lowest values other codes: in a sweep of the unsigned map
@@ -86,6 +87,38 @@ def run(make, shapes, steps, gradient=formula):
     return {"shapes": shapes, "steps": steps, "parameters": [p.flatten().tolist() for p in parameters]}
 
 
+POLYNOMIALS = {
+    "original": [(3.4445, -4.7750, 2.0315)] * 5,
+    "polar_express": [(8.156554524902461, -22.48329292557795, 15.878769915207462),
+                      (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+                      (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+                      (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+                      (2.3465413258596377, -1.7097828382687081, 0.42323551169305323)]}
+
+
+def orthogonalized(g, coefficients):
+    x = g / max((g.norm() * (1.02 if coefficients == "polar_express" else 1)).item(), 1e-7)
+    for a, b, c in POLYNOMIALS[coefficients]:
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x
+
+
+def newton_schulz():
+    """Of a matrix like a random one, and of one of rank 3 with noise of a millionth."""
+    m, n = 150, 200
+    full = curved(m * n, 1).reshape(m, n)
+    low = sum(curved(m, 2, k).double().reshape(m, 1) * curved(n, 3, k).double() for k in range(3))
+    low = (low + curved(m * n, 4).double().reshape(m, n) * 1e-6).float()
+    errors = {}
+    for coefficients in POLYNOMIALS:
+        for kind, g in (("full", full), ("low_rank", low)):
+            exact = orthogonalized(g.double(), coefficients)
+            error = (orthogonalized(g, coefficients).double() - exact).norm() / exact.norm()
+            errors.setdefault(coefficients, {})[kind] = error.item()
+    return errors
+
+
 golden = {
     "maps": maps(),
     "adamw_8bit": eight_bit(),
@@ -94,6 +127,7 @@ golden = {
     "muon": {f"{scale}": run(lambda p: torch.optim.Muon(p, lr=0.02, weight_decay=0.1,
                                                         adjust_lr_fn=scale), [[24, 40], [40, 24]], 10, curved)
              for scale in ("original", "match_rms_adamw")},
+    "newton_schulz": newton_schulz(),
 }
 
 

@@ -1,8 +1,5 @@
 #include "optim/muon.h"
 
-#include "kernels/elementwise/elementwise.h"
-#include "kernels/matmul/matmul.h"
-#include "kernels/pointwise/pointwise.h"
 #include "test/optim/states.h"
 #include "test/testing.h"
 
@@ -16,7 +13,6 @@ using testing::curved_tensor;
 using testing::error_of;
 using testing::formula_tensor;
 using testing::golden_states;
-using testing::randn;
 
 /// |a - b|_F / |b|_F.
 double distance(const std::vector<double>& a, const std::vector<double>& b) {
@@ -73,26 +69,40 @@ Matrix newton_schulz(Matrix x, int64_t m, int64_t n, MuonCoefficients coefficien
   return x;
 }
 
-TEST_CASE("orthogonalize: in f32 it is the formula in f64, of low rank too", "[optim]") {
-  const int64_t m = 150, n = 200;
-  const Tensor random = randn({m, n}, kF32, 1);
+TEST_CASE(
+    "orthogonalize: in f32 it is the formula in f64, to within twice what PyTorch's products give",
+    "[optim]") {
+  const int64_t m = 150,
+                n = 200;  // as in `newton_schulz` of the script, which has PyTorch's errors
+  const Tensor full = curved_tensor(m * n, 1, 0).view({m, n});
   // Rank 3, and noise of a millionth.
-  Tensor low = matmul(randn({m, 3}, kF32, 2), randn({3, n}, kF32, 3));
-  low.copy_(add(low, scale(randn({m, n}, kF32, 4), 1e-6)));
+  Matrix low = curved_tensor(m * n, 4, 0).to_vector();
+  for (double& value : low) value *= 1e-6;
+  for (int64_t k = 0; k < 3; ++k) {
+    const Matrix product =
+        times(curved_tensor(m, 2, k).to_vector(), curved_tensor(n, 3, k).to_vector(), m, 1, n);
+    for (size_t i = 0; i < low.size(); ++i) low[i] += product[i];
+  }
+  const Tensor low_rank =
+      from_values(std::span<const double>(low), {m, n}, kF64).to(kF32).contiguous();
   for (const MuonCoefficients c : {MuonCoefficients::kOriginal, MuonCoefficients::kPolarExpress}) {
-    for (const Tensor& g : {random, low}) {
+    const auto& golden = golden_states()["newton_schulz"][std::string(name_of(c))];
+    for (const auto& [kind, g] : {std::pair{"full", full}, {"low_rank", low_rank}}) {
       const Matrix expected = newton_schulz(g.to_vector(), m, n, c);
-      INFO(name_of(c) << ": " << distance(orthogonalize(g, c).to_vector(), expected));
-      CHECK(distance(orthogonalize(g, c).to_vector(), expected) <= 1e-4);
+      const double theirs = golden[kind].get<double>();
+      const double ours = distance(orthogonalize(g, c).to_vector(), expected);
+      INFO(name_of(c) << ", " << kind << ": " << ours << ", PyTorch " << theirs);
+      CHECK(ours <= 2 * theirs);
+      CHECK(ours <= 1e-4);
       // A tall matrix is the transposed wide one.
       const Tensor tall = orthogonalize(g.transpose(0, 1).contiguous(), c);
       CHECK(tall.shape() == Shape{n, m});
-      CHECK(distance(tall.transpose(0, 1).contiguous().to_vector(), expected) <= 1e-4);
+      CHECK(distance(tall.transpose(0, 1).contiguous().to_vector(), expected) <= 2 * theirs);
       CHECK(distance(orthogonalize(g.to(kF64), c).to_vector(), expected) <= 1e-6);
     }
     // bf16 is as near as bf16 is: what the formula makes of it is in [0.7, 1.2] anyway.
-    const Matrix expected = newton_schulz(random.to_vector(), m, n, c);
-    CHECK(distance(orthogonalize(random.to(kBF16), c).to_vector(), expected) <= 0.05);
+    const Matrix expected = newton_schulz(full.to_vector(), m, n, c);
+    CHECK(distance(orthogonalize(full.to(kBF16), c).to_vector(), expected) <= 0.05);
   }
   CHECK(orthogonalize(zeros({4, 6}), MuonCoefficients::kOriginal).to_vector() == Matrix(24, 0.0));
 }

@@ -9,6 +9,8 @@
 #include "dist/fsdp/parts.h"
 #include "dist/fsdp/shard_view.h"
 #include "optim/adamw.h"
+#include "optim/muon.h"
+#include "optim/optimizer_set.h"
 #include "test/dist/fsdp/combos.h"
 #include "test/dist/fsdp/observer.h"
 #include "test/testing.h"
@@ -159,6 +161,63 @@ std::vector<std::string> collectives(const std::vector<TaskRecord>& tasks,
     if (t.name == "all_reduce") lines.push_back(fmt::format("all_reduce {}", t.bytes_read));
   }
   return lines;
+}
+
+/// Bytes that rank 0 receives in collectives, by what each has to bring from the others.
+int64_t received_nbytes(const std::vector<TaskRecord>& tasks, int world_size) {
+  int64_t nbytes = 0;
+  for (const TaskRecord& t : tasks) {
+    if (t.name == "all_gather") nbytes += t.bytes_written;
+    if (t.name == "reduce_scatter") nbytes += t.bytes_read;
+    if (t.name == "all_reduce") nbytes += 2 * t.bytes_read;
+  }
+  return nbytes * (world_size - 1) / world_size;
+}
+
+TEST_CASE("fsdp counts: Muon sends 4 bytes an element of its matrices more than AdamW, once a step",
+          "[fsdp]") {
+  using optim::OptimizerSet;
+  const auto adamw = [](std::vector<optim::FlatShard> shards) {
+    return std::make_unique<optim::AdamW>(std::move(shards));
+  };
+  for (const int world_size : {2, 3, 4}) {
+    for (const Strategy strategy : {Strategy::kFullShard, Strategy::kShardOptim}) {
+      for (const int micro_batches : {1, 3}) {
+        std::atomic<int64_t> of_matrices = 0;  // elements, with padding
+        const auto sent = [&](bool is_muon) {
+          FsdpRun run;
+          run.fsdp.strategy = strategy;
+          run.num_micro_batches = micro_batches;
+          run.samples_per_step = world_size * micro_batches;
+          run.fsdp.parameters.optimizer = [](const nn::NamedParameter& p) {
+            const bool is_hidden =
+                p.parameter->tensor.shape().num_dims() == 2 && p.name.starts_with("blocks.");
+            return std::string(is_hidden ? "muon" : "");
+          };
+          run.make_optimizer = [&](const std::vector<optim::FlatShard>& shards) {
+            int64_t numel = 0;
+            for (const optim::FlatShard& shard : shards) {
+              if (shard.optimizer == "muon") numel += world_size * shard.master.numel();
+            }
+            of_matrices = numel;  // the same on all ranks
+            const auto muon = [](std::vector<optim::FlatShard> own) {
+              return std::make_unique<optim::Muon>(std::move(own));
+            };
+            return std::make_unique<OptimizerSet>(
+                shards, std::map<std::string, OptimizerSet::Make>{
+                            {"", adamw}, {"muon", is_muon ? OptimizerSet::Make(muon) : adamw}});
+          };
+          return received_nbytes(tasks_of_step(run, world_size), world_size);
+        };
+        const int64_t without = sent(false), with = sent(true);
+        INFO(world_size << " ranks, " << name_of(strategy) << ", " << micro_batches << ": "
+                        << without << " and " << with << " bytes");
+        // bf16 directions come, and bf16 results go back.
+        REQUIRE(of_matrices > 0);
+        CHECK(with - without == 4 * of_matrices * (world_size - 1) / world_size);
+      }
+    }
+  }
 }
 
 TEST_CASE("fsdp counts: collectives of a step, their order and bytes", "[fsdp]") {
