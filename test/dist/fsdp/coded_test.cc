@@ -3,7 +3,9 @@
 #include <cstring>
 #include <fstream>
 #include <nlohmann/json.hpp>
+#include <sstream>
 
+#include "core/files.h"
 #include "dist/fsdp/guards.h"
 #include "dist/fsdp/parts.h"
 #include "kernels/elementwise/elementwise.h"
@@ -338,6 +340,67 @@ TEST_CASE("coded: memory is what is said of it, under every strategy", "[fsdp]")
   }
 }
 
+/// Bytes that advice says a setting saves; -1: it does not name it.
+double advised_less(const std::string& text, const std::string& setting) {
+  const size_t at = text.find("    " + setting + " ");
+  if (at == std::string::npos) return -1;
+  std::istringstream words(text.substr(text.find("about ", at) + 6));
+  double value = 0;
+  std::string unit;
+  words >> value >> unit;
+  return value * (unit == "GiB" ? 1 << 30 : unit == "MiB" ? 1 << 20 : unit == "KiB" ? 1 << 10 : 1);
+}
+
+TEST_CASE("coded: an out-of-memory error advises what another setting really takes less",
+          "[fsdp]") {
+  nn::LlamaConfig config = FsdpRun::tiny_llama();
+  config.num_layers = 12, config.width = 256, config.ffn_width = 1024;
+  config.num_heads = config.num_kv_heads = 4;
+  constexpr int kWorld = 4;
+  // Of parameters, gradients, gathered units and two moments.
+  const auto nbytes_with = [&](const dist::FsdpOptions& options, std::string* advice) {
+    double nbytes = 0;
+    dist::LocalOptions local;
+    local.context.poison = false;
+    dist::run_ranks(kWorld, local, [&](dist::World& world) {
+      const nn::DeferredInit deferred;
+      nn::Llama model(config);
+      nn::add_lora(model, {.targets = "all-linear"});
+      const auto fsdp = dist::fully_shard(model, world, options);
+      if (world.rank() != 0) return;
+      const dist::MemoryPlan plan = fsdp->memory();
+      for (const MemoryClass c :
+           {MemoryClass::kParameters, MemoryClass::kGradients, MemoryClass::kGathered}) {
+        nbytes += static_cast<double>(plan.nbytes_of(c));
+      }
+      for (const optim::FlatShard& shard : fsdp->shards()) {
+        nbytes += 8.0 * static_cast<double>(shard.master.numel());
+      }
+      if (advice == nullptr) return;
+      OutOfMemory oom{};
+      oom.memory_class = MemoryClass::kParameters;
+      *advice = dist::memory_advice(dist::parts_of(*fsdp), oom);
+    });
+    return nbytes;
+  };
+  for (const Strategy strategy : {Strategy::kNoShard, Strategy::kShardGradOp}) {
+    for (const bool is_coded : {true, false}) {
+      dist::FsdpOptions options;
+      options.strategy = strategy;
+      options.precision.param_dtype = kBF16;
+      if (is_coded) options.parameters.quantize = is_block_weight;
+      std::string advice;
+      const double now = nbytes_with(options, &advice);
+      dist::FsdpOptions sharded = options;
+      sharded.strategy = Strategy::kFullShard;
+      const double less = now - nbytes_with(sharded, nullptr);
+      INFO(fmt::format("{}, coded {}: {} less, now {}\n{}", name_of(strategy), is_coded, less, now,
+                       advice));
+      CHECK(std::abs(advised_less(advice, "FsdpOptions::strategy=full_shard") - less) < 0.1 * now);
+    }
+  }
+}
+
 // ---- values from outside
 
 TEST_CASE("coded: what an UnshardGuard writes becomes codes", "[fsdp]") {
@@ -449,6 +512,115 @@ TEST_CASE("coded: a checkpoint of codes does not load as values, nor of another 
   CHECK(error_of([&] {
           run_fsdp_on_threads(2, plain);
         }).find("missing parameters/blocks.0.attn.qkv.weight") != std::string::npos);
+}
+
+/// A frozen layer that is codes, and one that is trained.
+struct TwoLayers : nn::Module {
+  nn::Child<nn::Linear> frozen, last{this, "last", 8, 8};
+  TwoLayers(int64_t num_inputs, int64_t num_outputs) {
+    frozen.emplace(this, "frozen", num_inputs, num_outputs, nn::LinearOptions{.bias = false});
+    frozen->parameter("weight").tensor.set_requires_grad(false);
+  }
+};
+
+TEST_CASE("coded: a store of values is quantized as it is read, as values are that were there",
+          "[fsdp]") {
+  TempDir dir;
+  dist::FsdpOptions plain;
+  plain.wrap = dist::wrap::whole_model();
+  dist::FsdpOptions options = plain;
+  options.parameters.quantize = [](const nn::NamedParameter& p) {
+    return p.name == "frozen.weight";
+  };
+  // More than a piece.
+  constexpr int64_t kInputs = 1030, kOutputs = 1100;
+  static_assert(kInputs * kOutputs > dist::Coded::kPieceNumel);
+  const auto make = [&] {
+    auto net = std::make_unique<TwoLayers>(kInputs, kOutputs);
+    net->initialize(1);
+    return net;
+  };
+  WholeState expected;
+  dist::run_ranks(1, [&](dist::World& world) {
+    const auto net = make(), other = make();
+    const auto fsdp = dist::fully_shard(*net, world, plain);
+    dist::CheckpointWriter writer(world, {net.get(), fsdp.get(), nullptr, nullptr},
+                                  {.dir = dir.path(), .run = "r"});
+    writer.begin(progress_of(1));
+    CHECK(writer.finish()->error.empty());
+    const auto coded = dist::fully_shard(*other, world, options);
+    expected.add({other.get(), coded.get(), nullptr, nullptr});
+  });
+  for (const int world_size : {1, 2, 3}) {
+    CAPTURE(world_size);
+    WholeState state;
+    dist::run_ranks(world_size, [&](dist::World& world) {
+      std::unique_ptr<TwoLayers> net;
+      {
+        const nn::DeferredInit deferred;
+        net = std::make_unique<TwoLayers>(kInputs, kOutputs);
+      }
+      const auto fsdp = dist::fully_shard(*net, world, options);
+      const dist::CheckpointReader reader(dir / dist::step_directory_name(1));
+      dist::load_parameters(reader, *fsdp, *net);
+      state.add({net.get(), fsdp.get(), nullptr, nullptr});
+    });
+    CHECK(state.tensors() == expected.tensors());
+  }
+}
+
+TEST_CASE("coded: a checkpoint says which codes are of another shape or not complete", "[fsdp]") {
+  TempDir dir;
+  dist::FsdpOptions options;
+  options.wrap = dist::wrap::whole_model();
+  options.parameters.quantize = [](const nn::NamedParameter& p) {
+    return p.name == "frozen.weight";
+  };
+  const auto with = [&](int64_t num_inputs, int64_t num_outputs, const auto& f) {
+    dist::run_ranks(1, [&](dist::World& world) {
+      TwoLayers net(num_inputs, num_outputs);
+      net.initialize(1);
+      const auto fsdp = dist::fully_shard(net, world, options);
+      f(dist::TrainingState{&net, fsdp.get(), nullptr, nullptr}, world);
+    });
+  };
+  with(24, 48, [&](const dist::TrainingState& state, dist::World& world) {
+    dist::CheckpointWriter writer(world, state, {.dir = dir.path(), .run = "r"});
+    writer.begin(progress_of(1));
+    CHECK(writer.finish()->error.empty());
+  });
+  const std::string checkpoint = dir / dist::step_directory_name(1);
+  CHECK(dist::CheckpointReader(checkpoint).shape_of("frozen.weight") == Shape{48, 24});
+  with(48, 24, [&](const dist::TrainingState& state, dist::World&) {
+    const dist::CheckpointReader reader(checkpoint);
+    CHECK(error_of([&] {
+            dist::check_tensors(reader, state);
+          }).find("frozen.weight is [48, 24], expected [24, 48]") != std::string::npos);
+  });
+  const dist::Manifest whole = dist::CheckpointReader(checkpoint).manifest();
+  const auto error_after =
+      [&](const std::function<void(std::vector<dist::TensorRecord>&)>& change) {
+        dist::Manifest manifest = whole;
+        change(manifest.tensors);
+        write_file_atomically(checkpoint + "/" + dist::kManifestName, dist::to_json(manifest));
+        return error_of([&] { dist::CheckpointReader(checkpoint).shape_of("frozen.weight"); });
+      };
+  const auto at = [](std::vector<dist::TensorRecord>& tensors, std::string_view name) {
+    return std::find_if(tensors.begin(), tensors.end(),
+                        [&](const dist::TensorRecord& t) { return t.name == name; });
+  };
+  using Tensors = std::vector<dist::TensorRecord>;
+  CHECK(error_after([&](Tensors& t) {
+          t.erase(at(t, "nf4_scales/frozen.weight"));
+        }).find(checkpoint + ": tensor nf4_scales/frozen.weight is missing, expected f32 [2]") ==
+        0);
+  CHECK(error_after([&](Tensors& t) {
+          t.erase(at(t, "nf4_shape/frozen.weight"));
+        }).find(checkpoint + ": tensor nf4_shape/frozen.weight is missing, expected i64 [1]") == 0);
+  CHECK(error_after([&](Tensors& t) {
+          auto& codes = *at(t, "nf4/frozen.weight");
+          codes.shape = {132}, codes.slices = {codes.slices[0]}, codes.slices[0].end = 132;
+        }).find(checkpoint + ": tensor nf4/frozen.weight is u8 [132], expected u8 [660]") == 0);
 }
 
 }  // namespace
