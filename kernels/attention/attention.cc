@@ -10,6 +10,7 @@
 #include "core/elementary/kernel.h"
 #include "core/runtime/context.h"
 #include "kernels/attention/cuda/cudnn.h"
+#include "kernels/attention/decode.h"
 #include "kernels/attention/kernel.h"
 
 namespace tessera {
@@ -109,6 +110,32 @@ Cost AttentionBwd::cost() const {
   return cost;
 }
 TESSERA_DEFINE_KERNEL(attention_bwd, AttentionBwd);
+
+Cost AttentionDecode::cost() const {
+  const auto size = static_cast<int64_t>(size_of(shape.dtype));
+  const auto nbytes = [&](const HeadStrides& strides, int64_t times, int64_t heads) {
+    return strides.span(shape.batch, times, heads, shape.head_dim) * size;
+  };
+  const int64_t k_nbytes = nbytes(k_cache_strides, shape.num_keys, shape.num_kv_heads);
+  const int64_t v_nbytes = nbytes(v_cache_strides, shape.num_keys, shape.num_kv_heads);
+  Cost cost(4.0 * static_cast<double>(shape.head_dim) * shape.num_visible_pairs());
+  cost.read(q, nbytes(q_strides, 1, shape.num_heads))
+      .read(k, nbytes(k_strides, 1, shape.num_kv_heads))
+      .read(v, nbytes(v_strides, 1, shape.num_kv_heads))
+      .write_or_accumulate(k_cache, k_nbytes, true)
+      .write_or_accumulate(v_cache, v_nbytes, true)
+      .read(lengths, shape.batch * static_cast<int64_t>(sizeof(int32_t)))
+      .write(o, o_nbytes(shape));
+  read_masks(cost, shape);
+  return cost;
+}
+
+void attention_decode(const Stream& s, const AttentionDecode& a) {
+  TESSERA_CHECK_AS(InternalError, s.device().type == DeviceType::kCpu,
+                   "attention_decode: no kernel for device {}", s.device());
+  if (s.is_observed()) s.declare("attention_decode", a.cost());
+  s.submit("attention_decode", [a] { cpu::attention_decode(a); });
+}
 
 }  // namespace kernels
 
@@ -337,6 +364,98 @@ Tensor attention(const Tensor& q_BTHD, const Tensor& k_BSHD, const Tensor& v_BSH
                   submit(args, true, kernels::attention_bwd, kernels::cudnn_attention_bwd);
                   dq.finish(), dk.finish(), dv.finish();
                 });
+}
+
+namespace {
+
+void check_decode(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& k_cache,
+                  const Tensor& v_cache, std::span<const int32_t> lengths,
+                  const AttentionOptions& options) {
+  constexpr const char* kOp = "attention_decode";
+  TESSERA_CHECK_SHAPE(q.num_dims() == 4 && k_cache.num_dims() == 4 && q.dim(1) == 1,
+                      "{}: q must be [B, 1, H, D] and the cache [B, S, Hk, D], got {} and {}", kOp,
+                      q.shape(), k_cache.shape());
+  TESSERA_CHECK_EQ(v_cache.shape(), k_cache.shape(), "{}: the caches must have one shape", kOp);
+  TESSERA_CHECK_EQ(k.shape(), k_cache.shape().with(1, 1), "{}: k must be [B, 1, Hk, D]", kOp);
+  TESSERA_CHECK_EQ(v.shape(), k.shape(), "{}: v must have k's shape", kOp);
+  TESSERA_CHECK_SHAPE(
+      q.dim(0) == k.dim(0) && q.dim(3) == k.dim(3) && k.dim(2) > 0 && q.dim(2) % k.dim(2) == 0,
+      "{}: q {} does not fit k {}", kOp, q.shape(), k.shape());
+  TESSERA_CHECK_SHAPE(q.dim(3) > 0 && q.dim(3) <= kernels::kMaxAttentionWidth,
+                      "{}: head width must be in [1, {}], got {}", kOp, kernels::kMaxAttentionWidth,
+                      q.dim(3));
+  TESSERA_CHECK_SHAPE(std::ssize(lengths) == q.dim(0), "{}: {} lengths, expected {} rows", kOp,
+                      lengths.size(), q.dim(0));
+  for (const int32_t length : lengths) {
+    TESSERA_CHECK_SHAPE(length < k_cache.dim(1), "{}: no place behind {} keys in a cache of {}",
+                        kOp, length, k_cache.dim(1));
+  }
+  for (const Tensor& t : {k, v, k_cache, v_cache}) {
+    TESSERA_CHECK_DTYPE(is_floating(q.dtype()) && t.dtype() == q.dtype(),
+                        "{}: all tensors must have one floating dtype, got {} and {}", kOp,
+                        q.dtype(), t.dtype());
+  }
+  TESSERA_CHECK(rows_are_contiguous(k_cache) && rows_are_contiguous(v_cache),
+                "{}: rows of the caches must be contiguous", kOp);
+  TESSERA_CHECK(options.causal && !options.document_starts.is_defined(),
+                "{}: the query sees what is in its cache: causal, without document_starts", kOp);
+  TESSERA_CHECK(!needs_grad({q, k, v}), "{}: has no gradient", kOp);
+}
+
+/// Rows one by one through `attention`.
+Tensor decode_rows(const Tensor& q, const Tensor& k, const Tensor& v, Tensor& k_cache,
+                   Tensor& v_cache, std::span<const int32_t> lengths,
+                   const AttentionOptions& options) {
+  Tensor o = zeros(q.shape(), q.dtype());
+  for (int64_t b = 0; b < q.dim(0); ++b) {
+    const int64_t length = lengths[static_cast<size_t>(b)];
+    if (length < 0) continue;
+    const auto row = [&](const Tensor& t) { return t.narrow(0, b, 1); };
+    row(k_cache).narrow(1, length, 1).copy_(row(k));
+    row(v_cache).narrow(1, length, 1).copy_(row(v));
+    row(o).copy_(attention(row(q), row(k_cache).narrow(1, 0, length + 1),
+                           row(v_cache).narrow(1, 0, length + 1), options));
+  }
+  return o;
+}
+
+}  // namespace
+
+Tensor attention_decode(const Tensor& q_BTHD, const Tensor& k_BTHD, const Tensor& v_BTHD,
+                        Tensor& k_cache_BSHD, Tensor& v_cache_BSHD,
+                        std::span<const int32_t> lengths, const AttentionOptions& options) {
+  check_decode(q_BTHD, k_BTHD, v_BTHD, k_cache_BSHD, v_cache_BSHD, lengths, options);
+  if (current_stream().device().type != DeviceType::kCpu) {
+    return decode_rows(q_BTHD, k_BTHD, v_BTHD, k_cache_BSHD, v_cache_BSHD, lengths, options);
+  }
+  const Tensor q = with_contiguous_rows(q_BTHD), k = with_contiguous_rows(k_BTHD),
+               v = with_contiguous_rows(v_BTHD);
+  const Tensor slopes =
+      options.alibi_slopes.is_defined() ? options.alibi_slopes.contiguous() : Tensor{};
+  const Tensor held = from_values(lengths, {q.dim(0)});
+  const int64_t head_dim = q.dim(3), num_keys = k_cache_BSHD.dim(1);
+  const Tensor o = empty(q.shape(), q.dtype());
+  kernels::attention_decode(
+      current_stream(),
+      {o.raw_data(), k_cache_BSHD.raw_data(), v_cache_BSHD.raw_data(), q.raw_data(), k.raw_data(),
+       v.raw_data(), head_strides(k_cache_BSHD), head_strides(v_cache_BSHD), head_strides(q),
+       head_strides(k), head_strides(v), held.data<int32_t>(),
+       kernels::AttentionShape{.dtype = q.dtype(),
+                               .batch = q.dim(0),
+                               .num_queries = 1,
+                               .num_keys = num_keys,
+                               .num_heads = q.dim(2),
+                               .num_kv_heads = k.dim(2),
+                               .head_dim = head_dim,
+                               .scale = options.scale != 0
+                                            ? static_cast<double>(options.scale)
+                                            : 1 / std::sqrt(static_cast<double>(head_dim)),
+                               .causal = true,
+                               .document_starts = nullptr,
+                               .alibi_slopes = slopes.is_defined() ? slopes.data<float>() : nullptr,
+                               .window = options.window < num_keys ? options.window : 0,
+                               .softcap = static_cast<double>(options.softcap)}});
+  return o;
 }
 
 }  // namespace tessera

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <span>
+
 #include "core/runtime/backends.h"
 #include "core/tensor.h"
 
@@ -48,5 +50,20 @@ AttentionBackend attention_backend();
 ///          causal, alibi beside a softcap, a number out of range; CudaError from cuDNN
 Tensor attention(const Tensor& q_BTHD, const Tensor& k_BSHD, const Tensor& v_BSHD,
                  const AttentionOptions& options = {});
+
+/// A step of decoding: each row's key and value are put into its cache behind the lengths[b] that it
+/// holds, and its one query attends to all of these.
+///   o[b,0,h] = sum_{s <= lengths[b]} p[s] v_cache[b,s,h'],  p as `attention` has it
+/// A negative length is a row without a query: nothing is put there and its o is 0. A row's bits
+/// depend on no other row; they are not those of `attention`, whose order of sums is another one.
+/// Shapes   q [B, 1, H, D], k and v [B, 1, Hk, D], caches [B, S, Hk, D], lengths [B], each < S
+///          -> o [B, 1, H, D]
+/// Dtypes   q, k, v, caches, o the same floating one; sums in f32, one rounding at the end
+/// Grads    none: Error if any is asked for
+/// CUDA     `attention` of each row
+/// Errors   ShapeError, DtypeError or Error that begins with "attention_decode:"
+Tensor attention_decode(const Tensor& q_BTHD, const Tensor& k_BTHD, const Tensor& v_BTHD,
+                        Tensor& k_cache_BSHD, Tensor& v_cache_BSHD,
+                        std::span<const int32_t> lengths, const AttentionOptions& options = {});
 
 }  // namespace tessera

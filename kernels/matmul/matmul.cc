@@ -6,6 +6,7 @@
 #include "core/runtime/allocator.h"
 #include "core/runtime/context.h"
 #include "kernels/matmul/backend.h"
+#include "kernels/matmul/cpu/few_rows.h"
 #include "kernels/matmul/cuda/matmul.h"
 #include "kernels/matmul/kernel.h"
 
@@ -105,6 +106,22 @@ bool fuses_row_sums(const Stream& s, const Matmul& p) {
 TESSERA_DEFINE_KERNEL(bias_grad, BiasGrad);
 
 }  // namespace kernels
+
+namespace {
+
+thread_local bool has_few_rows = false;
+
+}  // namespace
+
+FewRows::FewRows() : was_active_(has_few_rows) {
+  has_few_rows = true;
+}
+FewRows::~FewRows() {
+  has_few_rows = was_active_;
+}
+bool FewRows::is_active() {
+  return has_few_rows;
+}
 
 namespace {
 
@@ -255,6 +272,13 @@ Matmul linear_args(const Matrices& y, const Matrices& x, const Matrices& w, cons
   return args;
 }
 
+/// Submits what `linear_args` made.
+void submit_linear(const Matmul& args) {
+  const Stream& s = current_stream();
+  const bool few = FewRows::is_active() && kernels::takes_few_rows(s, args);
+  few ? kernels::matmul_few_rows(s, args) : kernels::matmul(s, args);
+}
+
 /// dw and dbias in one product, where that is offered and both are to be written, not added to.
 bool write_fused_gradients(Grads& g, const Matrices& dy, const Matrices& x) {
   if (!g.wanted(1) || !g.wanted(2)) return false;
@@ -327,7 +351,7 @@ Tensor matmul(const Tensor& a, const Tensor& b) {
 Tensor linear(const Tensor& x, const Tensor& w, const Tensor& bias) {
   check_linear("linear", x, w, bias);
   Tensor y = empty(x.shape().with(-1, w.dim(0)), x.dtype());
-  kernels::matmul(current_stream(), linear_args(as_rows(y), as_rows(x), as_rows(w), bias));
+  submit_linear(linear_args(as_rows(y), as_rows(x), as_rows(w), bias));
   return record("linear", {x, w, bias}, y,
                 [x = save_input(x, w), w = save(w)](const Tensor& dy, Grads& g) {
                   linear_backward(g, dy, x, w);
@@ -343,7 +367,7 @@ Tensor linear_gelu(const Tensor& x, const Tensor& w, const Tensor& bias, Gelu ki
   args.activate = true;
   args.activation = activation_of(kind);
   args.pre_activation = pre.is_defined() ? pre.raw_data() : nullptr;
-  kernels::matmul(current_stream(), args);
+  submit_linear(args);
   return record(
       "linear_gelu", {x, w, bias}, y,
       [x = save_input(x, w), w = save(w), pre = save(pre), kind](const Tensor& dy, Grads& g) {
@@ -369,7 +393,7 @@ Tensor linear_residual(const Tensor& x, const Tensor& w, const Tensor& bias,
   Matmul args = linear_args(as_rows(y), as_rows(x), as_rows(w), bias);
   args.residual = residual_rows.tensor.raw_data();
   args.ld_residual = residual_rows.ld;
-  kernels::matmul(current_stream(), args);
+  submit_linear(args);
   return record("linear_residual", {x, w, bias, residual}, y,
                 [x = save_input(x, w), w = save(w)](const Tensor& dy, Grads& g) {
                   linear_backward(g, dy, x, w);

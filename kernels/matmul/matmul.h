@@ -17,6 +17,21 @@
 
 namespace tessera {
 
+/// While one lives on this thread, linear layers take their rows for few (kernels::matmul_few_rows):
+/// on the CPU bound by the time to read the weights once, which is what decoding wants. A row has the
+/// same bits whatever the others, but other ones than outside of it.
+class FewRows {
+ public:
+  FewRows();
+  ~FewRows();
+  FewRows(const FewRows&) = delete;
+  FewRows& operator=(const FewRows&) = delete;
+  static bool is_active();
+
+ private:
+  bool was_active_;
+};
+
 /// Matrix product over the last two dimensions.
 ///   y[..., m, n] = sum_k a[..., m, k] b[..., k, n]
 /// Shapes   a [..., M, K]; b [..., K, N] with the same leading dimensions, or [K, N] for all

@@ -265,6 +265,87 @@ const std::vector<Case> kSoftcapCases = {
     {2, 40, 140, 2, 1, 8, true, true, false, 0, 33, 5},
 };
 
+/// Steps of decoding with caches of several lengths beside `attention` of each row.
+void check_decode(const Case& c, DType dtype) {
+  CAPTURE(c.name(), dtype);
+  const int64_t capacity = c.S + 3;
+  const Tensor k_all = randn({c.B, capacity, c.K, c.D}, dtype, 1),
+               v_all = randn({c.B, capacity, c.K, c.D}, dtype, 2);
+  // Slices of one projection, as a model has them.
+  const Tensor qkv = randn({c.B, 1, c.H + 2 * c.K, c.D}, dtype, 3);
+  const Tensor q = qkv.narrow(2, 0, c.H), k = qkv.narrow(2, c.H, c.K),
+               v = qkv.narrow(2, c.H + c.K, c.K);
+  std::vector<int32_t> lengths;
+  for (int64_t b = 0; b < c.B; ++b) {
+    lengths.push_back(b == 1 ? -1 : static_cast<int32_t>(c.S - 1 - 5 * b));
+  }
+  const AttentionOptions options = options_of(c);
+  const auto copy_of = [](const Tensor& t) {
+    Tensor copy = empty(t.shape(), t.dtype());
+    copy.copy_(t);
+    return copy;
+  };
+  Tensor k_cache = copy_of(k_all), v_cache = copy_of(v_all);
+  const Tensor o = attention_decode(q, k, v, k_cache, v_cache, lengths, options);
+  for (int64_t b = 0; b < c.B; ++b) {
+    CAPTURE(b);
+    const auto row = [b](const Tensor& t) { return t.narrow(0, b, 1); };
+    const int64_t length = lengths[static_cast<size_t>(b)];
+    Tensor keys = copy_of(row(k_all)), values = copy_of(row(v_all));
+    if (length < 0) {
+      check_bitwise(row(o), zeros(row(o).shape(), dtype));
+      check_bitwise(row(k_cache), keys);
+      continue;
+    }
+    keys.narrow(1, length, 1).copy_(row(k));
+    values.narrow(1, length, 1).copy_(row(v));
+    check_bitwise(row(k_cache), keys);
+    check_bitwise(row(v_cache), values);
+    const Tensor expected =
+        attention(row(q), keys.narrow(1, 0, length + 1), values.narrow(1, 0, length + 1), options);
+    check_close(row(o), expected, 4 * tol(dtype, c.D), "o");
+    // Alone it has the same bits, in a cache of another size too.
+    Tensor k_alone = copy_of(row(k_all).narrow(1, 0, length + 1)),
+           v_alone = copy_of(row(v_all).narrow(1, 0, length + 1));
+    const int32_t one[] = {static_cast<int32_t>(length)};
+    check_bitwise(attention_decode(row(q), row(k), row(v), k_alone, v_alone, one, options), row(o));
+  }
+}
+
+TEST_CASE("attention_decode: is attention of each row to the keys that it has", "[attention]") {
+  for (const DType dtype : {kF32, kBF16, kF16, kF64}) {
+    check_decode({3, 1, 20, 2, 2, 16}, dtype);
+    check_decode({3, 1, 150, 4, 2, 64}, dtype);
+    check_decode({2, 1, 70, 18, 1, 20}, dtype);  // more query heads than share a walk
+    check_decode({3, 1, 140, 2, 1, 8, true, false, true}, dtype);
+    check_decode({3, 1, 140, 2, 1, 8, true, false, false, 0.3f, 33, 2.0f}, dtype);
+  }
+}
+
+TEST_CASE("attention_decode: errors", "[attention]") {
+  const Tensor q = zeros({2, 1, 2, 4}), k = zeros({2, 1, 1, 4}), two = zeros({2, 2, 2, 4});
+  Tensor cache = zeros({2, 3, 1, 4});
+  const auto error = [&](const Tensor& of_q, const Tensor& of_k, std::vector<int32_t> lengths,
+                         const AttentionOptions& options = {}) {
+    return error_of([&] { attention_decode(of_q, of_k, of_k, cache, cache, lengths, options); });
+  };
+  CHECK(error(two, k, {0, 0})
+            .starts_with("attention_decode: q must be [B, 1, H, D] and the cache [B, S, Hk, D], "
+                         "got [2, 2, 2, 4] and [2, 3, 1, 4]"));
+  CHECK(error(q, q, {0, 0}).starts_with("attention_decode: k must be [B, 1, Hk, D]"));
+  CHECK(error(q, k, {0}).starts_with("attention_decode: 1 lengths, expected 2 rows"));
+  CHECK(
+      error(q, k, {0, 3}).starts_with("attention_decode: no place behind 3 keys in a cache of 3"));
+  CHECK(error(q.to(kBF16), k, {0, 0})
+            .starts_with("attention_decode: all tensors must have one floating dtype, got bf16 and "
+                         "f32"));
+  CHECK(error(q, k, {0, 0}, {.causal = false})
+            .starts_with("attention_decode: the query sees what is in its cache: causal"));
+  Tensor wanted = zeros({2, 1, 2, 4});
+  wanted.set_requires_grad(true);
+  CHECK(error(wanted, k, {0, 0}).starts_with("attention_decode: has no gradient"));
+}
+
 }  // namespace
 
 TEST_CASE("attention: output and gradients equal the definition in f64", "[attention]") {

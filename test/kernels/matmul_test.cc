@@ -520,5 +520,65 @@ TEST_CASE("matmul: cost counts 2 m n k and the bytes of each operand", "[matmul]
   CHECK(bias.cost().bytes_written() == 4 * 8 + 4 * 8 * 4);
 }
 
+/// x [rows, k], w [n, k] with gaps between their rows.
+void check_few_rows(DType dtype, int64_t n, int64_t k) {
+  CAPTURE(dtype, n, k);
+  constexpr int64_t kRows = 37;
+  const Tensor x = with_row_gap(kRows, k, 3, dtype, 1), w = with_row_gap(n, k, 2, dtype, 2);
+  const Tensor bias = randn({n}, kF32, 3), residual = randn({kRows, n}, dtype, 4);
+  const Values expected = [&] {
+    Values terms;
+    for (int64_t row = 0; row < kRows; ++row) {
+      for (const double value : bias.to_vector()) terms.push_back(value);
+    }
+    return product(x.to_vector(), w.transpose(0, 1).to_vector(), kRows, n, k, terms);
+  }();
+  const FewRows few;
+  const Tensor whole = linear(x, w, bias), added = linear_residual(x, w, bias, residual);
+  const Tensor activated = linear_gelu(x, w, bias, Gelu::kTanh);
+  check_close(whole.to_vector(), expected, tol(dtype, k), "y");
+  Values with_residual = residual.to_vector(), with_gelu = whole.to_vector();
+  for (size_t i = 0; i < expected.size(); ++i) {
+    with_residual[i] += expected[i];
+    with_gelu[i] = gelu_of(with_gelu[i], Gelu::kTanh);
+  }
+  check_close(added.to_vector(), with_residual, tol(dtype, k), "residual");
+  check_close(activated.to_vector(), with_gelu, 4 * tol(dtype), "gelu");
+  for (const int64_t rows : {1, 2, 3, 4, 5, 6, 7, 16, 33}) {
+    CAPTURE(rows);
+    const int64_t first = kRows - rows;
+    check_bitwise(linear(x.narrow(0, first, rows), w, bias), whole.narrow(0, first, rows));
+    check_bitwise(linear_gelu(x.narrow(0, first, rows), w, bias, Gelu::kTanh),
+                  activated.narrow(0, first, rows));
+  }
+}
+
+TEST_CASE("linear: of few rows it is the product, a row's bits are those it has alone",
+          "[matmul]") {
+  for (const DType dtype : {kF32, kBF16, kF16}) {
+    for (const auto& [n, k] : {std::pair<int64_t, int64_t>{1, 1}, {17, 5}, {33, 131}, {48, 64}}) {
+      check_few_rows(dtype, n, k);
+    }
+  }
+}
+
+TEST_CASE("linear: of few rows it has the same bits on any number of threads, f64 as without",
+          "[matmul]") {
+  const Tensor x = randn({3, 1024}, kBF16, 1), w = randn({700, 1024}, kBF16, 2);
+  const FewRows few;
+  CHECK(FewRows::is_active());
+  const Tensor y = linear(x, w);
+  ContextOptions options = Context::current()->options();
+  options.num_threads = 3;
+  {
+    const Context::Scope scope(std::make_shared<Context>(options));
+    check_bitwise(linear(x, w), y);
+  }
+  const Tensor x64 = randn({3, 20}, kF64, 1), w64 = randn({7, 20}, kF64, 2);
+  check_close(linear(x64, w64).to_vector(),
+              product(x64.to_vector(), w64.transpose(0, 1).to_vector(), 3, 7, 20, Values(21, 0.0)),
+              tol(kF64, 20), "y");
+}
+
 }  // namespace
 }  // namespace tessera

@@ -12,6 +12,7 @@
 
 #include "core/runtime/cpu/parallel.h"
 #include "kernels/elementwise/row_io.h"
+#include "kernels/matmul/cpu/finish_row.h"
 #include "kernels/matmul/cpu/onednn.h"
 #include "kernels/matmul/cpu/panels.h"
 #include "kernels/matmul/kernel.h"
@@ -25,20 +26,6 @@ P* shift(P* data, DType dtype, int64_t elements) {
   return data == nullptr
              ? nullptr
              : static_cast<Byte*>(data) + elements * static_cast<int64_t>(size_of(dtype));
-}
-
-/// c[row, begin + i] = sums[i] + what else a row gets. C is the type that sums are in.
-template <class C>
-void finish_row(const Matmul& p, int64_t row, int64_t begin, C* sums, int64_t count) {
-  C buffer[kPieceCols];
-  const auto add = [&](const void* values, DType dtype, int64_t offset) {
-    const C* terms = load_piece(buffer, values, dtype, offset, 1, count);
-#pragma omp simd
-    for (int64_t i = 0; i < count; ++i) sums[i] += terms[i];
-  };
-  if (p.bias != nullptr) add(p.bias, p.bias_dtype, begin);
-  if (p.residual != nullptr) add(p.residual, p.c_dtype, row * p.ld_residual + begin);
-  store_piece(p.c, p.c_dtype, row * p.ldc + begin, 1, sums, count, p.accumulate);
 }
 
 /// f64, and sums of no terms.
