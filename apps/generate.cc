@@ -1,4 +1,4 @@
-#include "apps/trainer.h"
+#include "apps/model_command.h"
 #include "core/runtime/cpu/check.h"
 
 int main(int argc, char** argv) {

@@ -4,12 +4,14 @@
 #include <charconv>
 #include <filesystem>
 
+#include "apps/model_from.h"
 #include "apps/options.h"
 #include "apps/run_dir.h"
 #include "core/autograd.h"
 #include "core/files.h"
 #include "core/formats/safetensors.h"
 #include "core/text.h"
+#include "dist/checkpoint/huggingface.h"
 #include "dist/checkpoint/reader.h"
 #include "dist/checkpoint/save_parameters.h"
 
@@ -147,6 +149,37 @@ ModelState open_model(const std::string& path) {
       path, run.empty() ? "" : " (the run " + run + ")"));
 }
 
+OpenedModel open_any_model(const std::string& path) {
+  OpenedModel opened;
+  std::error_code ignored;
+  if (fs::exists(path + "/config.json", ignored) && !fs::exists(path + "/config.toml", ignored)) {
+    opened.state = {std::make_unique<dist::HfReader>(path), 0, path, ""};
+    opened.config.model.from = path;
+    take_model_from(opened.config);
+  } else {
+    opened.state = open_model(path);
+    opened.config = opened.state.parse();
+  }
+  return opened;
+}
+
+std::unique_ptr<text::Tokenizer> tokenizer_of(const std::string& home) {
+  std::error_code ignored;
+  for (const char* name : {"/tokenizer.json", "/vocab.bpe", "/merges.txt"}) {
+    if (fs::exists(home + name, ignored)) return text::load_tokenizer(home);
+  }
+  return nullptr;
+}
+
+std::vector<int32_t> end_tokens_of(const Config& config) {
+  std::vector<int32_t> tokens;
+  for (const int64_t id : parse_ids(config.model.eos_ids)) {
+    tokens.push_back(static_cast<int32_t>(id));
+  }
+  if (config.data.separator >= 0) tokens.push_back(static_cast<int32_t>(config.data.separator));
+  return tokens;
+}
+
 int64_t vocab_size_of(const Config& config, const std::string& home) {
   if (config.model.vocab != 0) return config.model.vocab;
   const std::string path = home + "/tokenizer.json";
@@ -158,9 +191,6 @@ int64_t vocab_size_of(const Config& config, const std::string& home) {
                   path));
 }
 
-namespace {
-
-/// Before the model that a configuration describes takes any memory, or time beyond what is stored.
 void check_shapes(const ModelState& state, const ModelConfig& config, int64_t vocab_size) {
   const auto num_tensors = static_cast<int64_t>(state.parameters->names().size());
   if (config.selected().num_layers() > num_tensors) {
@@ -183,24 +213,22 @@ void check_shapes(const ModelState& state, const ModelConfig& config, int64_t vo
   }
 }
 
-}  // namespace
-
-SavedModel load_model(const std::string& path) {
-  const ModelState state = open_model(path);
+SavedModel load_model(const std::string& path, DType dtype) {
+  const auto [state, config] = open_any_model(path);
   SavedModel saved;
-  saved.config = state.parse();
+  saved.config = config;
   saved.path = state.path();
   saved.home = state.home;
   saved.step = state.step;
-  if (fs::exists(state.home + "/tokenizer.json")) {
-    saved.tokenizer = text::load_tokenizer(state.home + "/tokenizer.json");
-  }
+  saved.tokenizer = tokenizer_of(saved.home);
   const int64_t vocab_size = vocab_size_of(saved.config, state.home);
   check_shapes(state, saved.config.model, vocab_size);
+  const nn::ParameterDtype of_parameters(dtype);
   saved.model = make_model(saved.config.model, vocab_size);
+  std::vector<float> values;
   for (const nn::NamedParameter& p : saved.model->named_parameters()) {
     Tensor& tensor = p.parameter->tensor;
-    std::vector<float> values(static_cast<size_t>(tensor.numel()));
+    values.resize(static_cast<size_t>(tensor.numel()));
     state.parameters->read(p.name, 0, tensor.numel(), values.data());
     NoGrad no_grad;
     tensor.copy_(from_values(std::span<const float>(values), tensor.shape()));

@@ -42,6 +42,15 @@ struct ModelState {
 /// InputError for the model's file.
 ModelState open_model(const std::string& path);
 
+/// What `path` means as `open_model` has it, or a model of Hugging Face: a directory with a
+/// config.json and no config.toml.
+struct OpenedModel {
+  ModelState state;
+  Config config;
+};
+/// Errors of open_model and ModelState::parse; InputError as dist::HfReader.
+OpenedModel open_any_model(const std::string& path);
+
 /// The newest checkpoint that `path` means; empty if there is none, or the model that the run saved
 /// at its end is newer.
 std::string newest_checkpoint(const std::string& path);
@@ -50,7 +59,18 @@ std::string newest_checkpoint(const std::string& path);
 /// in `home`. InputError if nothing gives it.
 int64_t vocab_size_of(const Config& config, const std::string& home);
 
-/// A model that `train` saved, with values, on the device of the current Context.
+/// The tokenizer in `home`, if there is one.
+std::unique_ptr<text::Tokenizer> tokenizer_of(const std::string& home);
+/// The tokens that end a text of a model with this configuration.
+std::vector<int32_t> end_tokens_of(const Config& config);
+
+/// InputError that names the first tensor of the model with this configuration that the state has
+/// not, or in another shape, or that is not the model's. Before the model takes any memory, or time
+/// beyond what is stored.
+void check_shapes(const ModelState& state, const ModelConfig& config, int64_t vocab_size);
+
+/// A model that `train` saved, or of Hugging Face, with values, on the device of the current
+/// Context.
 struct SavedModel {
   Config config;
   std::unique_ptr<text::Tokenizer> tokenizer;  ///< none if it was trained on token shards
@@ -59,8 +79,9 @@ struct SavedModel {
   std::string home;  ///< where its tokenizer and chat template are
   int64_t step = 0;
 };
-/// Of `open_model(path)`. CheckpointError if it is damaged; InputError that names file and tensor
-/// if something is missing, unexpected or of another shape.
-SavedModel load_model(const std::string& path);
+/// Of `open_any_model(path)`, with parameters of `dtype`, rounded to nearest. CheckpointError if it
+/// is damaged; InputError that names file and tensor if something is missing, unexpected or of
+/// another shape.
+SavedModel load_model(const std::string& path, DType dtype = kF32);
 
 }  // namespace tessera::apps

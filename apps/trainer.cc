@@ -990,7 +990,7 @@ void Trainer::print_sample() {
   if (config_.sample.options.num_tokens == 0) return;
   nn::GenerateOptions options = config_.sample.options;
   options.sampling.seed = static_cast<uint64_t>(config_.train.seed);
-  options.on_token = [&](int32_t) {
+  options.on_token = [&](int64_t, int32_t) {
     return world_.control().max(is_preemption_requested() ? 1 : 0) == 0;
   };
   std::vector<int32_t> text = data_.tokenizer->encode(config_.sample.prompt);

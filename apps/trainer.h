@@ -33,8 +33,7 @@ struct TrainResult {
 ///          norm, with step, rank and samples; that step changes nothing), IoError
 TrainResult train(const Config& config, dist::World& world);
 
-/// `tessera-train` and `tessera-generate` with the arguments after the program's name.
+/// `tessera-train` with the arguments after the program's name.
 int train_command(const std::vector<std::string>& arguments, dist::World& world);
-int generate_command(const std::vector<std::string>& arguments, dist::World& world);
 
 }  // namespace tessera::apps

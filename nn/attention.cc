@@ -93,6 +93,21 @@ Tensor Attention::forward(const Tensor& x_BTC, const AttentionInput& input) {
     q_BTHD = rotate(q_BTHD);
     k_BTGD = rotate(k_BTGD);
   }
+  AttentionOptions options;
+  options.causal = c.causal;
+  options.scale = c.scale;
+  options.window = c.window;
+  options.softcap = c.softcap;
+  options.document_starts = input.document_starts;
+  // The kernels take f32: a buffer in another dtype holds rounded slopes.
+  if (alibi_slopes_ != nullptr) options.alibi_slopes = alibi_slopes_->to(kF32);
+  if (!input.row_lengths.empty()) {
+    TESSERA_CHECK(input.cache != nullptr, "Attention: lengths of {} rows without a cache",
+                  input.row_lengths.size());
+    const Tensor y_BTHD = attention_decode(q_BTHD, k_BTGD, v_BTGD, input.cache->k_BSGD,
+                                           input.cache->v_BSGD, input.row_lengths, options);
+    return out_(y_BTHD.view({B, T, H * c.head_width}));
+  }
   if (input.cache != nullptr) {
     const int64_t S = input.cache_length + T;
     Tensor &k_BSGD = input.cache->k_BSGD, &v_BSGD = input.cache->v_BSGD;
@@ -104,14 +119,6 @@ Tensor Attention::forward(const Tensor& x_BTC, const AttentionInput& input) {
     k_BTGD = k_BSGD.narrow(1, 0, S);
     v_BTGD = v_BSGD.narrow(1, 0, S);
   }
-  AttentionOptions options;
-  options.causal = c.causal;
-  options.scale = c.scale;
-  options.window = c.window;
-  options.softcap = c.softcap;
-  options.document_starts = input.document_starts;
-  // The kernels take f32: a buffer in another dtype holds rounded slopes.
-  if (alibi_slopes_ != nullptr) options.alibi_slopes = alibi_slopes_->to(kF32);
   const Tensor y_BTHD = attention(q_BTHD, k_BTGD, v_BTGD, options);
   return out_(y_BTHD.view({B, T, H * c.head_width}));
 }

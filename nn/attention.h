@@ -1,5 +1,7 @@
 #pragma once
 
+#include <span>
+
 #include "kernels/rope/rope.h"
 #include "nn/linear.h"
 #include "nn/norm.h"
@@ -24,6 +26,8 @@ struct AttentionInput {
   /// Earlier keys and values to attend to and to extend; null: none.
   LayerCache* cache = nullptr;
   int64_t cache_length = 0;  ///< positions already in the cache
+  /// Those of each row, where they differ and x has one position a row; empty: cache_length.
+  std::span<const int32_t> row_lengths = {};
 };
 
 struct AttentionConfig {

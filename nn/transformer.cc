@@ -1,5 +1,6 @@
 #include "nn/transformer.h"
 
+#include <algorithm>
 #include <cmath>
 #include <numeric>
 
@@ -122,6 +123,22 @@ KvCache LanguageModel::make_cache(int64_t num_rows, int64_t capacity) {
   return cache;
 }
 
+KvCache KvCache::row(int64_t row) const {
+  KvCache one;
+  one.capacity = capacity;
+  for (const LayerCache& layer : layers) {
+    one.layers.push_back({layer.k_BSGD.narrow(0, row, 1), layer.v_BSGD.narrow(0, row, 1)});
+  }
+  return one;
+}
+
+void KvCache::append(int64_t num_positions) {
+  if (row_lengths.empty()) length += num_positions;
+  for (int32_t& held : row_lengths) {
+    if (held >= 0) held += static_cast<int32_t>(num_positions);
+  }
+}
+
 void LanguageModel::set_recompute(const RecomputePolicy& policy) {
   int64_t layer = 0;
   for (const NamedModule& entry : named_modules()) {
@@ -159,7 +176,14 @@ double LanguageModel::flops_per_token(int64_t T) {
 void LanguageModel::check_forward(const Tensor& ids_BT, const ForwardOptions& options) const {
   TESSERA_CHECK_SHAPE(ids_BT.num_dims() == 2, "{}: ids must be [B, T], got {}", kind(),
                       ids_BT.shape());
-  const int64_t cached = options.cache != nullptr ? options.cache->length : 0;
+  int64_t cached = options.cache != nullptr ? options.cache->length : 0;
+  if (options.cache != nullptr && !options.cache->row_lengths.empty()) {
+    const std::vector<int32_t>& lengths = options.cache->row_lengths;
+    TESSERA_CHECK_SHAPE(ids_BT.dim(1) == 1 && std::ssize(lengths) == ids_BT.dim(0),
+                        "{}: ids of a cache with lengths of {} rows must be one a row, got {}",
+                        kind(), lengths.size(), ids_BT.shape());
+    cached = std::max<int64_t>(0, *std::max_element(lengths.begin(), lengths.end()));
+  }
   const int64_t end = cached + ids_BT.dim(1);
   TESSERA_CHECK_SHAPE(end <= shape().context_length || options.positions.is_defined(),
                       "{}: {} positions do not fit the context of {}", kind(), end,
@@ -186,6 +210,11 @@ Tensor LanguageModel::position_range(int64_t first, int64_t T) {
 
 Tensor LanguageModel::positions_of(const Tensor& ids_BT, const ForwardOptions& options) {
   if (options.positions.is_defined()) return options.positions;
+  if (options.cache != nullptr && !options.cache->row_lengths.empty()) {
+    std::vector<int32_t> positions = options.cache->row_lengths;
+    for (int32_t& position : positions) position = std::max(position, 0);
+    return from_values(std::span<const int32_t>(positions), {std::ssize(positions), 1});
+  }
   return position_range(options.cache != nullptr ? options.cache->length : 0, ids_BT.dim(1));
 }
 
@@ -207,6 +236,7 @@ AttentionInput LanguageModel::attention_input(const ForwardOptions& options,
   if (options.cache != nullptr) {
     input.cache = &options.cache->layers[static_cast<size_t>(layer)];
     input.cache_length = options.cache->length;
+    input.row_lengths = options.cache->row_lengths;
   }
   return input;
 }

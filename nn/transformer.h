@@ -31,6 +31,14 @@ struct KvCache {
   std::vector<LayerCache> layers;
   int64_t length = 0;    ///< positions it holds
   int64_t capacity = 0;  ///< positions it has room for
+  /// Positions that each row holds, where they differ; empty: `length`. A forward with them is a
+  /// step of decoding, one position a row; a negative length is a row without one.
+  std::vector<int32_t> row_lengths = {};
+
+  /// Row `row` alone, which shares the memory. Its length is 0.
+  KvCache row(int64_t row) const;
+  /// Counts `num_positions` more, of every row that has a query.
+  void append(int64_t num_positions);
 };
 
 struct ForwardOptions {
@@ -185,7 +193,7 @@ class LanguageModel : public Module {
       input.rope_table = rope_table;
       x_BTC = blocks[i](x_BTC, input);
     }
-    if (options.cache != nullptr) options.cache->length += x_BTC.dim(1);
+    if (options.cache != nullptr) options.cache->append(x_BTC.dim(1));
     return x_BTC;
   }
   /// The hidden states that head and loss see, [B, T, C], or [R, C] with `loss_rows`.

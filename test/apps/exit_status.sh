@@ -91,7 +91,7 @@ for words in "${launches[@]}"; do
   expect 2 "--resume without a value, expected auto, none or the path of a checkpoint" \
     "$train" "$config" "${common[@]}" --data.text="$dir/text" --resume --train.seed=2
   expect 0 "line" "$generate" --checkpoint "$dir/out" --prompt line --tokens 0
-  expect 2 "--temperature, --top-p: nan is not a number" \
+  expect 2 "--temperature: nan is not a number" \
     "$generate" --checkpoint "$dir/out" --temperature nan
   expect 2 "--checkpoint is required" "$generate"
   expect 4 "none: no complete checkpoint, and no model.safetensors" "$generate" --checkpoint "$dir/none"

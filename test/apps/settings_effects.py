@@ -812,6 +812,10 @@ def generate_options():
             "--temperature=3": len(text(temperature=3)) == 206 and text(temperature=3) != plain,
             "--top-k=1 is greedy": text(top_k=1) == greedy,
             "--top-p=1e-9 is greedy": text(top_p=1e-9) == greedy,
+            "--min-p=1 is greedy": text(min_p=1) == greedy,
+            "--repetition-penalty": text(temperature=0, repetition_penalty=1.5) != greedy,
+            "--stop": text(stop=plain[30:33]) == plain[:plain.index(plain[30:33], 5)] + "\n",
+            "--dtype=bf16": len(text(dtype="bf16")) == 206,
             "--threads=3": text(threads=3) == plain}.items():
         if not holds:
             yield f"{what}: not seen in what tessera-generate prints"

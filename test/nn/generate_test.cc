@@ -5,6 +5,7 @@
 #include <map>
 
 #include "core/autograd.h"
+#include "nn/bloom/bloom.h"
 #include "nn/gpt2/gpt2.h"
 #include "nn/llama/llama.h"
 #include "test/testing.h"
@@ -60,6 +61,51 @@ TEST_CASE("sample_token: frequencies are the probabilities", "[generate]") {
   CHECK(std::abs(counts[1] / 20000.0 - 0.36 / 0.46) < 0.015);
 }
 
+TEST_CASE("sample_token: min_p keeps what is not far less likely than the likeliest",
+          "[generate]") {
+  const std::vector<double> logits{std::log(0.1), std::log(0.6), std::log(0.3)};
+  SamplingOptions options;
+  options.min_p = 0.51;
+  CHECK(histogram(logits, options, 1000) == std::map<int32_t, int>{{1, 1000}});
+  options.min_p = 0.49;
+  auto counts = histogram(logits, options, 20000);
+  CHECK(counts[0] == 0);
+  CHECK(std::abs(counts[1] / 20000.0 - 2.0 / 3) < 0.015);
+  // Of what top_p keeps; top_p's share is that of all.
+  options.top_p = 0.95;
+  CHECK(histogram(logits, options, 1000).size() == 2);
+}
+
+TEST_CASE("sample_token: of many tokens the ranking is that of a full sort", "[generate]") {
+  std::vector<double> logits(5000);
+  for (size_t i = 0; i < logits.size(); ++i) {
+    logits[i] = static_cast<double>(i * 7919 % 5000) / 500.0;  // each value once
+  }
+  for (const auto& [top_k, top_p] : {std::pair<int64_t, double>{100, 1.0}, {0, 0.5}, {700, 0.9}}) {
+    std::vector<double> sorted = logits;
+    std::sort(sorted.begin(), sorted.end(), std::greater<>());
+    if (top_k > 0) sorted.resize(static_cast<size_t>(top_k));
+    double all = 0, kept = 0;
+    for (const double logit : sorted) all += std::exp(logit);
+    size_t num_kept = 0;
+    while (kept < top_p * all && num_kept < sorted.size()) kept += std::exp(sorted[num_kept++]);
+    SamplingOptions options;
+    options.top_k = top_k, options.top_p = top_p;
+    double lowest = 1e9;
+    for (const auto& [token, count] : histogram(logits, options, 20000)) {
+      lowest = std::min(lowest, logits[static_cast<size_t>(token)]);
+    }
+    CHECK(lowest >= sorted[num_kept - 1]);
+    CHECK(lowest < sorted[num_kept - 1] + 0.5);
+  }
+}
+
+TEST_CASE("penalize_repetition: each token of the text once, away from zero", "[generate]") {
+  std::vector<double> logits{3, -3, 1, 0};
+  penalize_repetition(logits, std::vector<int32_t>{0, 1, 0, 3, 9}, 1.5);
+  CHECK(logits == std::vector<double>{2, -4.5, 1, 0});
+}
+
 TEST_CASE("sample_token: the seed and the index decide", "[generate]") {
   const std::vector<double> logits(100, 0.0);
   SamplingOptions a, b;
@@ -87,6 +133,13 @@ TEST_CASE("sample_token: options out of range, no finite logit", "[generate]") {
   CHECK(error([](auto& o) {
           o.top_p = 0;
         }).starts_with("sample_token: top_p must be in (0, 1], got 0"));
+  CHECK(error([](auto& o) {
+          o.min_p = 1.5;
+        }).starts_with("sample_token: min_p must be in [0, 1], got 1.5"));
+  std::vector<double> penalized = logits;
+  CHECK(error_of([&] {
+          penalize_repetition(penalized, {}, 0);
+        }).starts_with("penalize_repetition: the penalty must be > 0, got 0"));
   const double nan = std::numeric_limits<double>::quiet_NaN();
   const std::vector<double> none{nan, -std::numeric_limits<double>::infinity()};
   CHECK(error_of([&] {
@@ -201,21 +254,99 @@ TEST_CASE("generate: stops at a token or when told", "[generate]") {
   CHECK(generate(model, prompt, options) != text);
   options.sampling.seed = 0;
 
-  options.stop_token = text[5];
+  options.stop_tokens = {1000, text[5]};
   const auto stop = std::find(text.begin(), text.end(), text[5]) + 1;
   CHECK(generate(model, prompt, options) == std::vector<int32_t>(text.begin(), stop));
-  options.stop_token = -1;
+  options.stop_tokens.clear();
 
   std::vector<int32_t> seen;
-  options.on_token = [&](int32_t token) {
+  options.on_token = [&](int64_t prompt, int32_t token) {
+    CHECK(prompt == 0);
     seen.push_back(token);
     return seen.size() < 4;
   };
   CHECK(generate(model, prompt, options).size() == 4);
   CHECK(seen == std::vector<int32_t>(text.begin(), text.begin() + 4));
   CHECK(error_of([&] {
-          generate(model, {}, options);
+          generate(model, std::span<const int32_t>(), options);
         }).starts_with("generate: the prompt has no token"));
+  options.max_batch = 0;
+  CHECK(error_of([&] {
+          generate(model, prompt, options);
+        }).starts_with("generate: max_batch must be > 0, got 0"));
+}
+
+Bloom tiny_bloom() {
+  BloomConfig c;
+  c.vocab_size = 31;
+  c.context_length = 12;
+  c.num_layers = 2;
+  c.num_heads = 2;
+  c.width = 8;
+  c.init_stddev = 0.5;
+  return Bloom(c);
+}
+
+/// The texts of prompts decoded together are those of each alone, whatever the batch.
+void check_batches(LanguageModel& model) {
+  model.initialize(4);
+  const std::vector<std::vector<int32_t>> prompts{
+      {1, 2, 3}, {4}, {1, 2, 3}, {5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17}, {18, 19}};
+  GenerateOptions options;
+  options.num_tokens = 20;  // beyond the context
+  options.sampling.seed = 40;
+  options.sampling.repetition_penalty = 1.1;
+  options.stop_tokens = {7};
+  std::vector<std::vector<int32_t>> alone;
+  for (size_t i = 0; i < prompts.size(); ++i) {
+    GenerateOptions one = options;
+    one.sampling.seed += i;
+    alone.push_back(generate(model, prompts[i], one));
+  }
+  CHECK(alone[0] != alone[2]);
+  for (const int64_t batch : {1, 2, 3, 16}) {
+    options.max_batch = batch;
+    std::vector<std::vector<int32_t>> streamed(prompts.size());
+    options.on_token = [&](int64_t prompt, int32_t token) {
+      streamed[static_cast<size_t>(prompt)].push_back(token);
+      return true;
+    };
+    CHECK(generate(model, prompts, options) == alone);
+    CHECK(streamed == alone);
+  }
+}
+
+TEST_CASE("generate: a text does not depend on the batch that it is decoded in", "[generate]") {
+  Llama llama = tiny_llama();
+  check_batches(llama);
+  Llama windowed = windowed_llama();
+  check_batches(windowed);
+  Gpt2 gpt2 = tiny_gpt2();
+  check_batches(gpt2);
+  Bloom bloom = tiny_bloom();
+  check_batches(bloom);
+  const ParameterDtype bf16(kBF16);
+  Llama rounded = tiny_llama();
+  check_batches(rounded);
+}
+
+TEST_CASE("generate: asks before each forward whether any rank needs one", "[generate]") {
+  Llama model = tiny_llama();
+  model.initialize(4);
+  GenerateOptions options;
+  options.num_tokens = 3;
+  options.max_batch = 2;
+  std::vector<bool> asked;
+  options.any_is_busy = [&](bool is_busy) {
+    asked.push_back(is_busy);
+    return asked.size() < 8;
+  };
+  const std::vector<std::vector<int32_t>> prompts{{1}, {2, 3}};
+  const auto texts = generate(model, prompts, options);
+  CHECK(asked == std::vector<bool>{true, true, true, true, false, false, false, false});
+  options.any_is_busy = {};
+  CHECK(generate(model, prompts, options) == texts);
+  CHECK(generate(model, std::vector<std::vector<int32_t>>{}, options).empty());
 }
 
 }  // namespace

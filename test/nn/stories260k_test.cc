@@ -10,6 +10,7 @@
 
 #include "core/autograd.h"
 #include "nn/generate.h"
+#include "test/golden/golden.h"
 #include "test/nn/llama2c.h"
 #include "test/testing.h"
 
@@ -66,6 +67,20 @@ TEST_CASE("stories260K: 200 greedy tokens", "[stories260k]") {
   const std::vector<int32_t> expected = reference["greedy_ids_200"];
   nn::GenerateOptions options;
   options.num_tokens = static_cast<int64_t>(expected.size()) - 1;
+  options.sampling.temperature = 0;
+  std::vector<int32_t> text = nn::generate(*model, std::span(expected).first(1), options);
+  text.insert(text.begin(), expected[0]);
+  CHECK(text == expected);
+}
+
+TEST_CASE("stories260K: 500 greedy tokens of transformers", "[stories260k]") {
+  if (is_skipped()) return;
+  const auto model = load_llama2c(stories_folder() + "/stories260K.bin");
+  std::ifstream file(golden_dir() + "/stories_greedy.json");
+  const std::vector<int32_t> expected = nlohmann::json::parse(file)["greedy_ids"];
+  REQUIRE(expected.size() == 501);
+  nn::GenerateOptions options;
+  options.num_tokens = 500;
   options.sampling.temperature = 0;
   std::vector<int32_t> text = nn::generate(*model, std::span(expected).first(1), options);
   text.insert(text.begin(), expected[0]);

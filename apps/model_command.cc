@@ -1,0 +1,148 @@
+#include "apps/model_command.h"
+
+#include <cerrno>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+
+#include "apps/options.h"
+#include "apps/run_dir.h"
+#include "core/autograd.h"
+#include "core/log.h"
+
+namespace tessera::apps {
+
+void print_out(const std::string& text) {
+  if (std::fwrite(text.data(), 1, text.size(), stdout) != text.size() || std::fflush(stdout) != 0) {
+    throw IoError(fmt::format("standard output: cannot be written: {}", std::strerror(errno)));
+  }
+}
+
+void ModelOptions::add_to(CommandLine& app) {
+  app.add_option("--checkpoint", checkpoint,
+                 "output.dir of the training run, a checkpoint, or a model of Hugging Face")
+      ->required();
+  app.add_option("--device", device, "auto, cpu or cuda");
+  app.add_option("--dtype", dtype, "of parameters and arithmetic")
+      ->check(CLI::IsMember({"f32", "bf16"}));
+  app.add_option("--threads", threads, "CPU threads; 0: all allowed processors")
+      ->check(in_range(0, std::optional(4096)));
+}
+
+std::shared_ptr<Context> ModelOptions::make_context(dist::World& world) const {
+  ContextOptions options;
+  options.device = world.device(device);
+  options.num_threads = world.num_threads(threads);
+  return std::make_shared<Context>(options);
+}
+
+SavedModel ModelOptions::load() const {
+  SavedModel saved = load_model(checkpoint, param_dtype());
+  if (saved.tokenizer == nullptr) {
+    throw InputError(
+        fmt::format("{}: no tokenizer.json, expected a model trained on text", checkpoint));
+  }
+  return saved;
+}
+
+void DrawOptions::add_to(CommandLine& app) {
+  nn::SamplingOptions& sampling = generate.sampling;
+  app.add_option("--tokens", generate.num_tokens, "tokens to generate at most")
+      ->check(in_range<int64_t>(0));
+  app.add_option("--temperature", sampling.temperature,
+                 "sampling temperature; 0: greedy, the likeliest token")
+      ->check(in_range(0.0, std::optional(1e6)));
+  app.add_option("--top-k", sampling.top_k,
+                 "top-k sampling: draws from the k likeliest tokens; 0: from all")
+      ->check(in_range<int64_t>(0));
+  app.add_option("--top-p", sampling.top_p,
+                 "nucleus sampling: draws from the likeliest tokens with this total probability")
+      ->check(in_range(1e-9, std::optional(1.0)));
+  app.add_option("--min-p", sampling.min_p,
+                 "draws from tokens with this share of the likeliest one's probability")
+      ->check(in_range(0.0, std::optional(1.0)));
+  app.add_option("--repetition-penalty", sampling.repetition_penalty,
+                 "logits of tokens that the text has: divided by it if positive, else multiplied")
+      ->check(in_range(0.01, std::optional(100.0)));
+  app.add_option("--seed", sampling.seed, "seed of the sampling");
+  app.add_option("--stop", stops, "ends the text where it stands, itself left out; several times");
+  app.add_flag("--ignore-end", ignores_end, "goes on behind a token that ends the text");
+}
+
+void DrawOptions::check() const {
+  const nn::SamplingOptions& sampling = generate.sampling;
+  for (const auto& [name, value] :
+       {std::pair{"--temperature", sampling.temperature}, std::pair{"--top-p", sampling.top_p},
+        std::pair{"--min-p", sampling.min_p},
+        std::pair{"--repetition-penalty", sampling.repetition_penalty}}) {
+    if (!std::isnan(value)) continue;
+    throw ConfigError(fmt::format("command line: {}: nan is not a number (see --help)", name));
+  }
+}
+
+void log_model(const SavedModel& saved, const std::string& checkpoint) {
+  const std::string run = describe_unfinished(checkpoint);
+  log_info("parameters of step {} of {}{}", saved.step, saved.path,
+           run.empty() ? "" : ", of a run that " + run);
+}
+
+TextStream::TextStream(const text::Tokenizer& tokenizer, const std::vector<int32_t>& before,
+                       std::vector<std::string> stops)
+    : decoder_(tokenizer, before), stops_(std::move(stops)) {}
+
+std::string TextStream::add(int32_t token) {
+  return stops_.add(decoder_.add(token));
+}
+
+std::string TextStream::finish() {
+  std::string text = stops_.add(decoder_.finish());
+  if (!stops_.is_found()) text += stops_.finish();
+  return text;
+}
+
+ShardedModel load_sharded(const std::string& path, DType dtype, dist::World& world) {
+  ShardedModel sharded;
+  SavedModel& saved = sharded.saved;
+  OpenedModel opened;
+  world.control().verdict([&] {
+    opened = open_any_model(path);
+    const ModelState& state = opened.state;
+    saved.config = opened.config;
+    saved.path = state.path(), saved.home = state.home, saved.step = state.step;
+    saved.tokenizer = tokenizer_of(saved.home);
+    if (saved.tokenizer == nullptr) {
+      throw InputError(
+          fmt::format("{}: no tokenizer.json, expected a model trained on text", path));
+    }
+    const int64_t vocab_size = vocab_size_of(saved.config, saved.home);
+    check_shapes(state, saved.config.model, vocab_size);
+    const nn::DeferredInit deferred;
+    saved.model = make_model(saved.config.model, vocab_size);
+    // Nothing is trained: no gradients, no optimizer's f32 values.
+    for (const nn::NamedParameter& p : saved.model->named_parameters()) {
+      p.parameter->tensor.set_requires_grad(false);
+    }
+  });
+  dist::FsdpOptions fsdp;
+  fsdp.precision.param_dtype = dtype;
+  sharded.fsdp = dist::fully_shard(*saved.model, world, fsdp);
+  world.control().verdict([&] {
+    std::vector<float> values;
+    sharded.fsdp->load_full([&](const std::string& name) {
+      const Shape shape = opened.state.parameters->shape_of(name);
+      values.resize(static_cast<size_t>(shape.numel()));
+      opened.state.parameters->read(name, 0, shape.numel(), values.data());
+      return from_values(std::span<const float>(values), shape);
+    });
+  });
+  return sharded;
+}
+
+int32_t prefix_token_of(const Config& config) {
+  const std::vector<int64_t> begins = parse_ids(config.model.bos_ids);
+  if (!begins.empty()) return static_cast<int32_t>(begins[0]);
+  const std::vector<int32_t> ends = end_tokens_of(config);
+  return ends.empty() ? -1 : ends[0];
+}
+
+}  // namespace tessera::apps
