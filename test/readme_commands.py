@@ -87,6 +87,11 @@ def prepare(folder, root, build):
         for i in range(100):
             a, b = i % 5, i % 4
             chats.write(json.dumps({"prompt": "%d+%d" % (a, b), "completion": str(a + b)}) + "\n")
+    with open(os.path.join(folder, "val.jsonl"), "w") as texts:
+        texts.write(json.dumps({"text": "In the end"}) + "\n")
+    with open(os.path.join(folder, "hellaswag.jsonl"), "w") as tasks:
+        tasks.write(json.dumps({"activity_label": "a", "ctx_a": "b", "ctx_b": "c", "label": "1",
+                                "endings": list("defg")}) + "\n")
     with open(os.path.join(folder, "book.txt"), "w") as book:
         book.writelines("In the beginning was line %d\n" % i for i in range(400))
     tokens = [i * i % 40 for i in range(600)]
@@ -118,7 +123,7 @@ def main():
                     if where in command:
                         run = re.sub(old, new.format(mpirun=mpirun), run, count=1)
                 print("+ " + run, flush=True)
-                if not re.search(r"tessera-(train|generate|checkpoint|tokenize|bench)", run):
+                if not re.search(r"tessera-(train|generate|chat|eval|checkpoint|tokenize|bench)", run):
                     failures.append("%s: %s: neither known nor listed as not run" % (path, command))
                     continue
                 result = subprocess.run(["bash", "-c", run], cwd=folder, env=environment,
