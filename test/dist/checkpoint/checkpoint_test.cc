@@ -1,6 +1,13 @@
 #include <cmath>
 #include <filesystem>
 
+#include "optim/adafactor.h"
+#include "optim/adamw.h"
+#include "optim/adamw_8bit.h"
+#include "optim/lion.h"
+#include "optim/muon.h"
+#include "optim/optimizer_set.h"
+#include "optim/sgd.h"
 #include "test/dist/checkpoint/cases.h"
 
 using namespace tessera;
@@ -176,6 +183,57 @@ TEST_CASE("checkpoint: in reproducible mode a run moves between 1, 2, 4 and 8 ra
     const FsdpResult result = resume(*saved, world_size, reproducible(world_size));
     CHECK(result.losses == tail(saved->result.losses));
     CHECK(result.parameters == saved->result.parameters);
+  }
+}
+
+namespace {
+
+template <class T>
+std::unique_ptr<optim::Optimizer> make(std::vector<optim::FlatShard> shards) {
+  return std::make_unique<T>(std::move(shards));
+}
+/// Muon for the matrices of blocks, AdamW for the rest.
+std::unique_ptr<optim::Optimizer> make_muon(std::vector<optim::FlatShard> shards) {
+  return std::make_unique<optim::OptimizerSet>(
+      std::move(shards), std::map<std::string, optim::OptimizerSet::Make>{
+                             {"", make<optim::AdamW>}, {"muon", make<optim::Muon>}});
+}
+
+}  // namespace
+
+TEST_CASE("checkpoint: every optimizer goes on with its bits on other numbers of ranks",
+          "[checkpoint]") {
+  using Make = std::unique_ptr<optim::Optimizer> (*)(std::vector<optim::FlatShard>);
+  for (const auto& [name, make_optimizer] :
+       {std::pair<const char*, Make>{"adamw", make<optim::AdamW>},
+        {"adamw_8bit", make<optim::AdamW8bit>},
+        {"adafactor", make<optim::Adafactor>},
+        {"lion", make<optim::Lion>},
+        {"sgd", make<optim::Sgd>},
+        {"muon", make_muon}}) {
+    const auto reproducible = [&, of = make_optimizer](int world_size) {
+      FsdpRun run;
+      run.num_steps = kSteps;
+      run.samples_per_step = 8;
+      run.num_micro_batches = 8 / world_size;
+      run.fsdp.reproducible = true;
+      run.make_optimizer = of;
+      if (of == make_muon) {
+        run.fsdp.parameters.optimizer = [](const nn::NamedParameter& p) {
+          const bool is_hidden =
+              p.parameter->tensor.shape().num_dims() == 2 && p.name.starts_with("blocks.");
+          return std::string(is_hidden ? "muon" : "");
+        };
+      }
+      return run;
+    };
+    const auto saved = train_and_save(2, reproducible(2));
+    for (const int world_size : {1, 4}) {
+      CAPTURE(name, world_size);
+      const FsdpResult result = resume(*saved, world_size, reproducible(world_size));
+      CHECK(result.losses == tail(saved->result.losses));
+      CHECK(result.parameters == saved->result.parameters);
+    }
   }
 }
 
