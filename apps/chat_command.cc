@@ -169,6 +169,7 @@ int chat_command(const std::vector<std::string>& arguments, dist::World& world) 
       "template. One question a line; /help tells the commands. Ctrl-C ends an answer.",
       "tessera-chat");
   model.add_to(app);
+  model.add_adapter_to(app);
   app.add_option("--system", system, "what the model is told before the conversation");
   app.add_option("--template", template_path,
                  "a chat template's file, or a directory with one, in place of the model's");

@@ -19,6 +19,7 @@
 #include "core/text.h"
 #include "dist/checkpoint/export_dir.h"
 #include "dist/checkpoint/huggingface.h"
+#include "dist/checkpoint/peft.h"
 #include "dist/checkpoint/reader.h"
 #include "dist/checkpoint/reshard.h"
 
@@ -132,6 +133,7 @@ bool verify(const std::string& path, std::FILE* out) {
 
 struct ExportOptions {
   std::string format = "hf";
+  bool merges = false;  ///< adapters into the weights
   dist::HfWriteOptions hf;
 };
 
@@ -188,7 +190,21 @@ void add_chat_template(const std::string& home, std::map<std::string, std::strin
   if (fs::exists(path, ignored)) files[kName] = read_regular_file(path, kMaxNbytes);
 }
 
-/// A whole model of transformers.
+/// The adapters alone, as peft has them.
+void export_adapters(const ModelState& state, const Config& config, nn::Module& model,
+                     const std::string& target, const ExportOptions& options) {
+  dist::PeftWriteOptions peft{
+      .lora = config.lora.options, .base = config.model.source, .dtype = options.hf.dtype};
+  const std::string tokenizer = state.home + "/tokenizer.json";
+  std::error_code ignored;
+  if (fs::exists(tokenizer, ignored)) {
+    peft.files = text::load_tokenizer(tokenizer)->hf_files();
+    add_chat_template(state.home, peft.files);
+  }
+  dist::write_peft(target, model, *state.parameters, peft);
+}
+
+/// A whole model of transformers, or of a model with adapters these.
 void export_hf(const ModelState& state, const std::string& target, const ExportOptions& options) {
   const Config config = state.parse();
   if (is_same_place(target, config.model.source)) {
@@ -199,7 +215,10 @@ void export_hf(const ModelState& state, const std::string& target, const ExportO
   std::unique_ptr<nn::LanguageModel> model;
   {
     const nn::DeferredInit deferred;
-    model = make_model(config.model, vocab_size_of(config, state.home));
+    model = make_model(config, vocab_size_of(config, state.home));
+  }
+  if (config.lora.is_on() && !options.merges) {
+    return export_adapters(state, config, *model, target, options);
   }
   dist::HfWriteOptions hf = options.hf;
   hf.token_ids = {parse_ids(config.model.bos_ids), parse_ids(config.model.eos_ids),
@@ -222,16 +241,31 @@ void export_hf(const ModelState& state, const std::string& target, const ExportO
   }
   if (has_tokenizer) add_chat_template(state.home, hf.files);
   dist::HfWriter writer(target, nn::hf_config_of(*model), hf);
-  copy_parameters(*state.parameters, writer);
+  if (!config.lora.is_on()) return copy_parameters(*state.parameters, writer);
+  copy_parameters(dist::MergedSource(*state.parameters, *model), writer);
 }
 
 /// For `tessera-generate`.
-void export_tessera(const ModelState& state, const std::string& target) {
+void export_tessera(const ModelState& state, const std::string& target, bool merges) {
+  const ParameterSource* source = state.parameters.get();
+  std::string text = state.config;
+  std::unique_ptr<nn::LanguageModel> model;
+  std::optional<dist::MergedSource> merged;
+  if (merges) {
+    Config config = state.parse();
+    {
+      const nn::DeferredInit deferred;
+      model = make_model(config, vocab_size_of(config, state.home));
+    }
+    source = &merged.emplace(*source, *model);
+    config.lora = {};
+    text = dump_config(config);
+  }
   dist::ExportDirectory place(target);
-  SafetensorsWriter writer(place.path() + "/model.safetensors", f32_entries(*state.parameters),
+  SafetensorsWriter writer(place.path() + "/model.safetensors", f32_entries(*source),
                            {{"format", "tessera"}, {"step", std::to_string(state.step)}});
-  copy_parameters(*state.parameters, writer);
-  if (!state.config.empty()) write_durably(place.path() + "/config.toml", state.config);
+  copy_parameters(*source, writer);
+  if (!text.empty()) write_durably(place.path() + "/config.toml", text);
   const std::string tokenizer = state.home + "/tokenizer.json";
   std::error_code ignored;
   if (fs::exists(tokenizer, ignored)) {
@@ -247,10 +281,14 @@ void export_model(const std::string& path, const std::string& target, const Expo
   print_run(path, out);
   const ModelState state = open_model(path);
   check_export_target(target);
+  if (options.merges && !state.parse().lora.is_on()) {
+    throw ConfigError(fmt::format(
+        "{}: --merge of a model without adapters, expected one with lora.targets", state.path()));
+  }
   if (options.format == "hf") {
     export_hf(state, target, options);
   } else {
-    export_tessera(state, target);
+    export_tessera(state, target, options.merges);
   }
   print_line(out, "{}: parameters of step {}, from {}", target, state.step, state.path());
 }
@@ -302,6 +340,9 @@ int checkpoint_command(const std::vector<std::string>& arguments, std::FILE* out
                           "Writes the parameters for Hugging Face's transformers, or for "
                           "tessera-generate.");
   exports->add_option("OUT", target, "the directory to write")->required();
+  exports->add_flag("--merge", export_options.merges,
+                    "of a model with adapters (lora.targets): the model with their products in its "
+                    "weights; without it hf has the adapters alone, for Hugging Face's peft");
   exports
       ->add_option("--format", export_options.format,
                    "hf: config.json and model.safetensors; tessera: config.toml, "

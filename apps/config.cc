@@ -96,6 +96,14 @@ void check_model(const Config& config) {
   });
 }
 
+void check_lora(const Config& config) {
+  if (!config.lora.from.empty() && config.model.from.empty()) {
+    fail_at(config, "lora.from",
+            "lora.from = {} without model.from, expected the model that the adapters are of",
+            config.lora.from);
+  }
+}
+
 void check_data(const Config& config) {
   const DataConfig& d = config.data;
   std::vector<std::string_view> given;
@@ -274,6 +282,7 @@ const std::string& Config::origin(std::string_view key) const {
 
 void check_config(const Config& config) {
   check_model(config);
+  check_lora(config);
   check_data(config);
   check_schedule(config);
   check_budget(config);
@@ -312,7 +321,10 @@ void resolve_param_dtype(Config& config, bool is_cuda, std::optional<DType> stor
 std::string derived_defaults(const Config& config) {
   std::vector<std::string> all;
   const OptimConfig& o = config.optim;
-  if (!config.model.from.empty() && !config.is_given("optim.lr")) {
+  if (config.lora.is_on() && !config.is_given("optim.lr")) {
+    all.push_back(
+        fmt::format("optim.lr = {} (that of adapters, lora.targets)", o.schedule.peak_lr));
+  } else if (!config.model.from.empty() && !config.is_given("optim.lr")) {
     all.push_back(fmt::format("optim.lr = {} (that of fine-tuning, since model.from is given)",
                               o.schedule.peak_lr));
   }

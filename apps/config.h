@@ -18,6 +18,7 @@
 #include "dist/fsdp/state_guard.h"
 #include "nn/family.h"
 #include "nn/generate.h"
+#include "nn/lora.h"
 #include "nn/transformer.h"
 #include "optim/adamw.h"
 #include "optim/lion.h"
@@ -68,6 +69,14 @@ constexpr auto enum_names(DocumentMarks) {
   return std::to_array<EnumName<DocumentMarks>>(
       {{DocumentMarks::kAuto, "auto"}, {DocumentMarks::kNone, "none"}});
 }
+
+struct LoraConfig {
+  nn::LoraOptions options;  ///< without targets: no adapters
+  std::string from;         ///< adapters to begin with; the other keys are then theirs
+
+  bool is_on() const { return !options.targets.empty(); }
+};
+
 enum class ValSplit : unsigned char {
   kTail,        ///< the end of the data
   kInterleave,  ///< the end of each of many pieces of it
@@ -229,6 +238,7 @@ struct DebugConfig {
 struct Config {
   std::string device = "auto";
   ModelConfig model;
+  LoraConfig lora;
   DataConfig data;
   TrainConfig train;
   PreferenceConfig dpo;
@@ -259,8 +269,8 @@ struct Config {
 
 /// The configuration of a TOML file ("" for none) with overrides `--section.key=value` or
 /// `--section.key value`, checked. On the command line an integer may have an exponent (1e3).
-/// Defaults that depend on other keys: `optim.lr` is 1e-5 with `model.from`, `optim.final_lr` a
-/// tenth of `optim.lr`. ConfigError, with key, place and what is allowed, for an unknown key (it
+/// Defaults that depend on other keys: `optim.lr` is 1e-5 with `model.from`, 2e-4 with adapters,
+/// `optim.final_lr` a tenth of `optim.lr`. ConfigError, with key, place and what is allowed, for an unknown key (it
 /// names the nearest one), a wrong type, a value out of range, a key given twice in the file, and
 /// values that contradict each other.
 Config load_config(const std::string& path, std::span<const std::string> overrides = {});

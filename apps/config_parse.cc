@@ -312,13 +312,14 @@ double tenth_of(double value) {
   return std::stod(fmt::format("{:.15g}", value / 10));
 }
 
-constexpr double kFineTuningLr = 1e-5;
+constexpr double kFineTuningLr = 1e-5, kLoraLr = 2e-4;
 
 void derive_defaults(Config& config) {
   OptimConfig& o = config.optim;
   if (!config.model.from.empty() && !config.is_given("optim.lr")) {
     o.schedule.peak_lr = kFineTuningLr;
   }
+  if (config.lora.is_on() && !config.is_given("optim.lr")) o.schedule.peak_lr = kLoraLr;
   if (o.name == OptimizerName::kLion && !config.is_given("optim.beta2")) {
     o.adamw.beta2 = optim::LionOptions().beta2;
   }
@@ -347,6 +348,7 @@ Config parse_config(std::string_view text, const std::string& name,
   config.is_resolved = is_dump(text);
   apply_overrides(fields, overrides, config);
   take_model_from(config);
+  take_lora_from(config);
   derive_defaults(config);
   check_config(config);
   return config;

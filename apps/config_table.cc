@@ -164,6 +164,42 @@ void add_model(ConfigTable& t, Config& c) {
       .on_resume(ResumeKind::kFree);
 }
 
+void add_lora(ConfigTable& t, Config& c) {
+  nn::LoraOptions& o = c.lora.options;
+  const bool is_on = c.lora.is_on();
+  t.add(
+       "lora.targets", o.targets,
+       "low-rank adapters (LoRA) beside these linear layers, all else is frozen: names of "
+       "transformers such as q_proj,v_proj, of the module tree such as mlp.down, patterns with *, or "
+       "all-linear; empty: none")
+      .also("lora_target_modules lora_target target_modules lora_target_linear");
+  t.add("lora.rank", o.rank, {1, 65536}, "rank of the adapters")
+      .needs(is_on, "lora.targets")
+      .also("lora_r lora_rank");
+  t.add("lora.alpha", o.alpha, kF32Positive, "the adapters' product is scaled by alpha / rank")
+      .needs(is_on, "lora.targets")
+      .also("lora_alpha");
+  t.add("lora.rslora", o.rslora, "scales by alpha / sqrt(rank) (rsLoRA)")
+      .needs(is_on, "lora.targets")
+      .also("use_rslora peft_use_rslora");
+  t.add("lora.dropout", o.dropout, kFraction, "dropout probability of the adapters' input")
+      .needs(is_on, "lora.targets")
+      .on_resume(ResumeKind::kSchedule)
+      .also("lora_dropout")
+      .field("LoraOptions::dropout");
+  t.add("lora.modules_to_save", o.modules_to_save,
+        "modules that are trained whole beside the adapters, named like lora.targets")
+      .needs(is_on, "lora.targets")
+      .also("modules_to_save lora_modules_to_save");
+  t.add(
+       "lora.from", c.lora.from,
+       "adapters to begin with: directory with adapter_config.json and adapter_model.safetensors of "
+       "Hugging Face's peft, which sets the other keys")
+      .on_resume(ResumeKind::kFree)
+      .not_stored()
+      .also("lora_model_dir adapter_name_or_path");
+}
+
 void add_data(ConfigTable& t, Config& c) {
   DataConfig& d = c.data;
   t.add("data.text", d.text,
@@ -732,6 +768,7 @@ std::deque<Field> config_fields(Config& c, bool is_cuda) {
   add_general(t, c);
   resume_as(ResumeKind::kFree);
   add_model(t, c);
+  add_lora(t, c);
   resume_as(ResumeKind::kIdentity);
   add_data(t, c);
   add_train(t, c, is_cuda);

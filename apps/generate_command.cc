@@ -102,6 +102,7 @@ int generate_command(const std::vector<std::string>& arguments, dist::World& wor
   CommandLine app("Continues a text with a model that tessera-train saved, or of Hugging Face.",
                   "tessera-generate");
   command.model.add_to(app);
+  command.model.add_adapter_to(app);
   app.add_option("--prompt", command.prompt, "text to continue");
   app.add_option(
       "--prompts", command.prompts,

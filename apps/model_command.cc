@@ -29,6 +29,12 @@ void ModelOptions::add_to(CommandLine& app) {
       ->check(in_range(0, std::optional(4096)));
 }
 
+void ModelOptions::add_adapter_to(CommandLine& app) {
+  app.add_option("--adapter", adapter,
+                 "adapters of its layers: directory with adapter_config.json and "
+                 "adapter_model.safetensors of Hugging Face's peft");
+}
+
 std::shared_ptr<Context> ModelOptions::make_context(dist::World& world) const {
   ContextOptions options;
   options.device = world.device(device);
@@ -37,7 +43,7 @@ std::shared_ptr<Context> ModelOptions::make_context(dist::World& world) const {
 }
 
 SavedModel ModelOptions::load() const {
-  SavedModel saved = load_model(checkpoint, param_dtype());
+  SavedModel saved = load_model(checkpoint, param_dtype(), adapter);
   if (saved.tokenizer == nullptr) {
     throw InputError(
         fmt::format("{}: no tokenizer.json, expected a model trained on text", checkpoint));
@@ -115,9 +121,9 @@ ShardedModel load_sharded(const std::string& path, DType dtype, dist::World& wor
           fmt::format("{}: no tokenizer.json, expected a model trained on text", path));
     }
     const int64_t vocab_size = vocab_size_of(saved.config, saved.home);
-    check_shapes(state, saved.config.model, vocab_size);
+    check_shapes(state, saved.config, vocab_size);
     const nn::DeferredInit deferred;
-    saved.model = make_model(saved.config.model, vocab_size);
+    saved.model = make_model(saved.config, vocab_size);
     // Nothing is trained: no gradients, no optimizer's f32 values.
     for (const nn::NamedParameter& p : saved.model->named_parameters()) {
       p.parameter->tensor.set_requires_grad(false);

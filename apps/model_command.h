@@ -22,10 +22,11 @@ void print_out(const std::string& text);
 
 /// Which model, and on what.
 struct ModelOptions {
-  std::string checkpoint, device = "auto", dtype = "f32";
+  std::string checkpoint, adapter, device = "auto", dtype = "f32";
   int threads = 0;
 
   void add_to(CommandLine& app);
+  void add_adapter_to(CommandLine& app);
   DType param_dtype() const { return dtype == "bf16" ? kBF16 : kF32; }
   /// ConfigError for a device that is not there.
   std::shared_ptr<Context> make_context(dist::World& world) const;

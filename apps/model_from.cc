@@ -8,7 +8,9 @@
 
 #include "apps/config_table.h"
 #include "apps/text/tokenizer.h"
+#include "core/text.h"
 #include "dist/checkpoint/huggingface.h"
+#include "dist/checkpoint/peft.h"
 
 namespace tessera::apps {
 namespace {
@@ -116,6 +118,27 @@ void take_model_from(Config& config) {
   }
   config.model = taken.model;
   take_tokenizer(config);
+}
+
+void take_lora_from(Config& config) {
+  LoraConfig& lora = config.lora;
+  if (lora.from.empty()) return;
+  const std::string path = fmt::format("{}/{}", lora.from, dist::PeftReader::kConfigName);
+  Config taken = config;
+  taken.lora.options = dist::PeftReader(lora.from).options();
+  if (config.is_given("lora.dropout")) taken.lora.options.dropout = lora.options.dropout;
+  const auto given = config_fields(config), fields = config_fields(taken);
+  for (size_t i = 0; i < fields.size(); ++i) {
+    const std::string_view key = fields[i].key;
+    if (!key.starts_with("lora.")) continue;
+    if (!config.is_given(key)) {
+      config.origins.emplace(key, path);
+    } else if (text_of(given[i]) != text_of(fields[i])) {
+      throw ConfigError(fmt::format("{}: {} = {}, expected {} of {}", config.origin(key), key,
+                                    shorten(text_of(given[i])), shorten(text_of(fields[i])), path));
+    }
+  }
+  lora.options = taken.lora.options;
 }
 
 }  // namespace tessera::apps

@@ -138,6 +138,17 @@ std::unique_ptr<nn::LanguageModel> make_model(const ModelConfig& config, int64_t
   return family.make_model();
 }
 
+std::unique_ptr<nn::LanguageModel> make_model(const Config& config, int64_t vocab_size) {
+  std::unique_ptr<nn::LanguageModel> model = make_model(config.model, vocab_size);
+  if (!config.lora.is_on()) return model;
+  try {
+    nn::add_lora(*model, config.lora.options, static_cast<uint64_t>(config.train.seed));
+  } catch (const ConfigError& error) {
+    throw ConfigError(in_keys(config, error.what()));
+  }
+  return model;
+}
+
 dist::LossScaleOptions loss_scale_options(const PrecisionConfig& config) {
   dist::LossScaleOptions options = config.scaler;
   options.scaling = loss_scaling(config);

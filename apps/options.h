@@ -12,7 +12,10 @@
 
 namespace tessera::apps {
 
-/// The model that the configuration describes, for `vocab_size` tokens.
+/// The model that the configuration describes, with its adapters, for `vocab_size` tokens.
+/// Errors   ConfigError of the model's constructor; for adapters that fit no layer, with the key
+std::unique_ptr<nn::LanguageModel> make_model(const Config& config, int64_t vocab_size);
+/// The same without adapters.
 std::unique_ptr<nn::LanguageModel> make_model(const ModelConfig& config, int64_t vocab_size);
 
 dist::LossScaleOptions loss_scale_options(const PrecisionConfig& config);

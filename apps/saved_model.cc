@@ -12,6 +12,7 @@
 #include "core/formats/safetensors.h"
 #include "core/text.h"
 #include "dist/checkpoint/huggingface.h"
+#include "dist/checkpoint/peft.h"
 #include "dist/checkpoint/reader.h"
 #include "dist/checkpoint/save_parameters.h"
 
@@ -191,11 +192,12 @@ int64_t vocab_size_of(const Config& config, const std::string& home) {
                   path));
 }
 
-void check_shapes(const ModelState& state, const ModelConfig& config, int64_t vocab_size) {
+void check_shapes(const ModelState& state, const Config& config, int64_t vocab_size) {
   const auto num_tensors = static_cast<int64_t>(state.parameters->names().size());
-  if (config.selected().num_layers() > num_tensors) {
+  const int64_t num_layers = config.model.selected().num_layers();
+  if (num_layers > num_tensors) {
     throw InputError(fmt::format("{}: {} tensors, expected those of model.layers = {}",
-                                 state.path(), num_tensors, config.selected().num_layers()));
+                                 state.path(), num_tensors, num_layers));
   }
   const nn::DeferredInit deferred;
   const std::unique_ptr<nn::LanguageModel> model = make_model(config, vocab_size);
@@ -213,7 +215,39 @@ void check_shapes(const ModelState& state, const ModelConfig& config, int64_t vo
   }
 }
 
-SavedModel load_model(const std::string& path, DType dtype) {
+namespace {
+
+/// Of the parameters that `source` has.
+void load_values(const ParameterSource& source, nn::Module& model) {
+  const std::vector<std::string> names = source.names();
+  for (const std::string& name : names) {
+    Tensor& tensor = model.parameter(name).tensor;
+    std::vector<float> values(static_cast<size_t>(tensor.numel()));
+    source.read(name, 0, tensor.numel(), values.data());
+    NoGrad no_grad;
+    tensor.copy_(from_values(std::span<const float>(values), tensor.shape()));
+  }
+}
+
+void add_adapter(SavedModel& saved, const std::string& adapter) {
+  if (saved.config.lora.is_on()) {
+    throw ConfigError(fmt::format("{}: has adapters, expected a model without any beside {}",
+                                  saved.path, adapter));
+  }
+  dist::PeftReader reader(adapter);
+  try {
+    nn::add_lora(*saved.model, reader.options());
+  } catch (const ConfigError& error) {
+    throw ConfigError(
+        fmt::format("{}/{}: {}", adapter, dist::PeftReader::kConfigName, error.what()));
+  }
+  reader.attach(*saved.model);
+  load_values(reader, *saved.model);
+}
+
+}  // namespace
+
+SavedModel load_model(const std::string& path, DType dtype, const std::string& adapter) {
   const auto [state, config] = open_any_model(path);
   SavedModel saved;
   saved.config = config;
@@ -222,9 +256,9 @@ SavedModel load_model(const std::string& path, DType dtype) {
   saved.step = state.step;
   saved.tokenizer = tokenizer_of(saved.home);
   const int64_t vocab_size = vocab_size_of(saved.config, state.home);
-  check_shapes(state, saved.config.model, vocab_size);
+  check_shapes(state, saved.config, vocab_size);
   const nn::ParameterDtype of_parameters(dtype);
-  saved.model = make_model(saved.config.model, vocab_size);
+  saved.model = make_model(saved.config, vocab_size);
   std::vector<float> values;
   for (const nn::NamedParameter& p : saved.model->named_parameters()) {
     Tensor& tensor = p.parameter->tensor;
@@ -233,6 +267,7 @@ SavedModel load_model(const std::string& path, DType dtype) {
     NoGrad no_grad;
     tensor.copy_(from_values(std::span<const float>(values), tensor.shape()));
   }
+  if (!adapter.empty()) add_adapter(saved, adapter);
   saved.model->reset_buffers();
   return saved;
 }

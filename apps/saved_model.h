@@ -67,7 +67,7 @@ std::vector<int32_t> end_tokens_of(const Config& config);
 /// InputError that names the first tensor of the model with this configuration that the state has
 /// not, or in another shape, or that is not the model's. Before the model takes any memory, or time
 /// beyond what is stored.
-void check_shapes(const ModelState& state, const ModelConfig& config, int64_t vocab_size);
+void check_shapes(const ModelState& state, const Config& config, int64_t vocab_size);
 
 /// A model that `train` saved, or of Hugging Face, with values, on the device of the current
 /// Context.
@@ -79,9 +79,10 @@ struct SavedModel {
   std::string home;  ///< where its tokenizer and chat template are
   int64_t step = 0;
 };
-/// Of `open_any_model(path)`, with parameters of `dtype`, rounded to nearest. CheckpointError if it
-/// is damaged; InputError that names file and tensor if something is missing, unexpected or of
-/// another shape.
-SavedModel load_model(const std::string& path, DType dtype = kF32);
+/// Of `open_any_model(path)`, with parameters of `dtype`, rounded to nearest, and the adapters in the
+/// directory `adapter`, unless it is empty (dist::PeftReader). CheckpointError if it is damaged;
+/// InputError that names file and tensor if something is missing, unexpected or of another shape;
+/// ConfigError for adapters of layers that the model lacks, or beside others.
+SavedModel load_model(const std::string& path, DType dtype = kF32, const std::string& adapter = "");
 
 }  // namespace tessera::apps

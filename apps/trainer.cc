@@ -38,6 +38,7 @@
 #include "core/runtime/staging.h"
 #include "core/text.h"
 #include "dist/checkpoint/huggingface.h"
+#include "dist/checkpoint/peft.h"
 #include "dist/fsdp/shard_view.h"
 #include "dist/fsdp/state_guard.h"
 #include "nn/generate.h"
@@ -202,6 +203,7 @@ class Trainer {
   int64_t tokens_per_sample_ = 1, grad_accum_steps_ = 1, samples_per_step_ = 1,
           tokens_per_step_ = 1;
   std::unique_ptr<nn::LanguageModel> model_;
+  std::unique_ptr<dist::PeftReader> adapters_;  // of `lora.from`
   std::unique_ptr<dist::Fsdp> fsdp_;
   std::unique_ptr<optim::Optimizer> optimizer_;
   std::optional<optim::Schedule> schedule_;
@@ -234,6 +236,10 @@ class Trainer {
   StepRate rate_;  // since the start or the last evaluation
 };
 
+bool is_of_base(const nn::NamedParameter& p) {
+  return !nn::is_lora(p);
+}
+
 /// Of pairs, under the model of dpo.reference, or the one that training starts from, whatever
 /// checkpoint it goes on from.
 void Trainer::find_preference_references() {
@@ -249,13 +255,18 @@ void Trainer::find_preference_references() {
                            config_.train.micro_batch, path, key.digest());
   };
   std::shared_ptr<const std::vector<float>> references;
-  if (from.empty()) {
+  {
+    // The reference of adapters is the model without them.
+    std::optional<nn::LoraOff> off;
+    if (config_.lora.is_on()) off.emplace();
+    if (!from.empty()) {
+      std::optional<dist::HfReader> reader;
+      world_.control().verdict([&] { reader.emplace(from); });
+      dist::load_parameters(*reader, *fsdp_, *model_, is_of_base);
+    }
     references = find();
-  } else {
-    world_.control().verdict([&] { dist::load_parameters(dist::HfReader(from), *fsdp_, *model_); });
-    references = find();
-    initialize_parameters();
   }
+  if (!from.empty()) initialize_parameters();
   for (const auto& samples : {samples_.get(), eval_samples_.get()}) {
     dynamic_cast<PreferenceSamples&>(*samples).set_references(references);
   }
@@ -267,14 +278,19 @@ LossSum Trainer::loss_of(const Batch& batch) {
   return batch_loss(*model_, batch);
 }
 
-/// By the seed, or the values of `model.from`.
+/// By the seed, or the values of `model.from` and `lora.from`.
 void Trainer::initialize_parameters() {
   fsdp_->initialize(static_cast<uint64_t>(config_.train.seed));
   if (config_.model.from.empty()) return;
   std::optional<dist::HfReader> reader;
   world_.control().verdict(
       [&] { reader.emplace(config_.model.from, ignored_keys(config_.model)); });
-  dist::load_parameters(*reader, *fsdp_, *model_);
+  dist::load_parameters(*reader, *fsdp_, *model_, is_of_base);
+  if (adapters_ == nullptr) return;
+  const std::vector<std::string> names = adapters_->names();
+  dist::load_parameters(*adapters_, *fsdp_, *model_, [&](const nn::NamedParameter& p) {
+    return std::find(names.begin(), names.end(), p.name) != names.end();
+  });
 }
 
 Trainer::Trainer(const Config& config, dist::World& world, Data data, RunSamples samples,
@@ -303,7 +319,11 @@ Trainer::Trainer(const Config& config, dist::World& world, Data data, RunSamples
     val_id_ = validation_id(is_split_by_rows ? data_.train : data_.val, config_);
     count_batches();
     const nn::DeferredInit deferred;
-    model_ = make_model(config_.model, data_.vocab_size);
+    model_ = make_model(config_, data_.vocab_size);
+    if (!config_.lora.from.empty()) {
+      adapters_ = std::make_unique<dist::PeftReader>(config_.lora.from);
+      adapters_->attach(*model_);
+    }
   });
   TokenCheck::Options check{.vocab_size = data_.vocab_size,
                             .results_path = config_.output.dir + "/token_check.txt"};
@@ -472,6 +492,15 @@ void Trainer::describe() {
   const dist::ShardView view(*fsdp_);
   log_->print(print_tree(*model_, [&](const nn::Module& m) { return view.unit_of(m); }));
   log_->print(fsdp_->summary());
+  if (config_.lora.is_on()) {
+    int64_t trained = 0;
+    for (const nn::NamedParameter& p : model_->named_parameters()) {
+      if (p.parameter->tensor.requires_grad()) trained += p.parameter->tensor.numel();
+    }
+    const int64_t all = model_->num_parameters();
+    log_->print(fmt::format("lora: {} of {} parameters are trained ({:.3g} %)", trained, all,
+                            100.0 * static_cast<double>(trained) / static_cast<double>(all)));
+  }
   const dist::ParameterRules rules = parameter_rules(config_, *model_);
   if (!rules.groups.empty() || rules.optimizer) {
     log_->print(dist::describe_groups(*model_, rules, std::string(name_of(config_.optim.name))));

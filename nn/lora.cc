@@ -3,16 +3,14 @@
 #include <algorithm>
 #include <cmath>
 #include <map>
-#include <set>
 #include <unordered_set>
 
 #include "core/glob.h"
 #include "core/settings.h"
 #include "core/split.h"
 #include "core/text.h"
-#include "nn/family.h"
+#include "nn/hf/config.h"
 #include "nn/linear.h"
-#include "nn/transformer.h"
 
 namespace tessera::nn {
 namespace {
@@ -51,27 +49,9 @@ bool is_called(std::string_view name, std::string_view target) {
          name[name.size() - target.size() - 1] == '.';
 }
 
-/// Which tensors of transformers the parameters of `root` are made of, by their full names here: of
-/// all models of a family in it.
-std::map<std::string, HfParameter> hf_parameters_in(Module& root) {
-  std::map<std::string, HfParameter> all;
-  for (const NamedModule& entry : root.named_modules()) {
-    const auto* const model = dynamic_cast<const LanguageModel*>(entry.module);
-    const auto config = model == nullptr ? nullptr : model->family_config();
-    if (config == nullptr) continue;
-    for (HfParameter& p : config->hf_parameters()) {
-      std::string name = entry.name.empty() ? p.name : entry.name + "." + p.name;
-      all.emplace(std::move(name), std::move(p));
-    }
-  }
-  return all;
-}
-
-/// A linear layer and its parts.
-struct Layer {
-  std::string name;
-  Linear* linear;
-  std::vector<LoraPart> parts, chosen;
+/// A linear layer and those of its parts that get adapters.
+struct Layer : LoraLayer {
+  std::vector<LoraPart> chosen = {};
 };
 
 /// The parts that transformers has of a packed layer; else the layer is the one part.
@@ -91,16 +71,6 @@ std::vector<LoraPart> parts_of(const std::string& name, const Linear& linear,
     parts.push_back({parent_of(source.name), {first, count}});
   }
   return parts;
-}
-
-std::vector<Layer> layers_in(Module& root, const std::map<std::string, HfParameter>& hf) {
-  std::vector<Layer> layers;
-  for (const NamedModule& entry : root.named_modules()) {
-    if (auto* const linear = dynamic_cast<Linear*>(entry.module)) {
-      layers.push_back({entry.name, linear, parts_of(entry.name, *linear, hf), {}});
-    }
-  }
-  return layers;
 }
 
 /// "q_proj, k_proj, ...": the last components of all names that a target may be.
@@ -142,7 +112,6 @@ std::unordered_set<std::string> saved_parameters(Module& root, const LoraOptions
       }
       if (!is_saved) continue;
       is_found = true;
-      saved.insert(p.name);
       for (const NamedParameter& other : parameters) {
         if (other.parameter == p.parameter) saved.insert(other.name);
       }
@@ -187,6 +156,17 @@ void choose(std::vector<Layer>& layers, const LoraOptions& options,
 }
 
 }  // namespace
+
+std::vector<LoraLayer> lora_layers(Module& root) {
+  const std::map<std::string, HfParameter> hf = hf_parameters_of(root);
+  std::vector<LoraLayer> layers;
+  for (const NamedModule& entry : root.named_modules()) {
+    if (auto* const linear = dynamic_cast<Linear*>(entry.module)) {
+      layers.push_back({entry.name, linear, parts_of(entry.name, *linear, hf)});
+    }
+  }
+  return layers;
+}
 
 double LoraOptions::scale() const {
   const auto r = static_cast<double>(rank);
@@ -238,9 +218,10 @@ void add_lora(Module& root, const LoraOptions& options, uint64_t seed) {
                "{}, expected a positive number", options.alpha);
   check_option(options.dropout >= 0 && options.dropout < 1, "LoraOptions::dropout",
                "{}, expected a number in [0, 1)", options.dropout);
-  const std::map<std::string, HfParameter> hf = hf_parameters_in(root);
-  const std::unordered_set<std::string> saved = saved_parameters(root, options, hf);
-  std::vector<Layer> layers = layers_in(root, hf);
+  const std::unordered_set<std::string> saved =
+      saved_parameters(root, options, hf_parameters_of(root));
+  std::vector<Layer> layers;
+  for (LoraLayer& layer : lora_layers(root)) layers.push_back({std::move(layer)});
   choose(layers, options, saved);
   for (const NamedParameter& p : root.named_parameters()) {
     check_option(!is_lora(p), kTargets, "{} is there already, expected a model without adapters",

@@ -16,6 +16,8 @@
 
 namespace tessera::nn {
 
+class Linear;
+
 struct LoraOptions {
   /// Linear layers, separated by commas: a name, or the end of one behind a dot ("q_proj",
   /// "mlp.down"), or a pattern (core/glob.h) of whole names. Of a model of a family (family.h) both
@@ -79,6 +81,15 @@ class LoraOff {
 ///          that has adapters or is sharded; the same of the other options if they are out of range
 ///          or name no module
 void add_lora(Module& root, const LoraOptions& options, uint64_t seed = 0);
+
+/// A linear layer of a model, and what transformers has it in; of a layer that transformers does not
+/// know itself, under its name here.
+struct LoraLayer {
+  std::string name;
+  Linear* linear;
+  std::vector<LoraPart> parts;  ///< in order of their rows
+};
+std::vector<LoraLayer> lora_layers(Module& root);
 
 /// Whether a parameter is that of an adapter.
 bool is_lora(const NamedParameter& parameter);

@@ -1,13 +1,10 @@
 #include "dist/checkpoint/huggingface.h"
 
-#include <algorithm>
-#include <cmath>
-#include <cstring>
 #include <nlohmann/json.hpp>
-#include <set>
 
 #include "core/formats/durable_file.h"
 #include "core/text.h"
+#include "dist/checkpoint/hf_tensors.h"
 
 namespace tessera::dist {
 namespace {
@@ -15,53 +12,6 @@ namespace {
 using nlohmann::json;
 
 constexpr int64_t kMaxConfigNbytes = int64_t{16} << 20;
-
-void check_finite(const HfFiles::Place& place, const float* values, int64_t count) {
-  const float* const end = values + count;
-  const float* bad = std::find_if(values, end, [](float value) { return !std::isfinite(value); });
-  if (bad == end) return;
-  throw InputError(fmt::format("{}: tensor {} has a value that is {}, expected finite ones",
-                               place.file->path(), shorten(place.entry->name), *bad));
-}
-
-/// A number that `dtype` rounds to infinity would be a broken model.
-void check_range(std::string_view name, const float* values, int64_t numel, DType dtype) {
-  visit_float(dtype, "export", [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    const float* const end = values + numel;
-    const float* bad = std::find_if(values, end, [](float value) {
-      return std::isfinite(value) && !std::isfinite(static_cast<float>(T(value)));
-    });
-    if (bad == end) return;
-    throw ConfigError(fmt::format("export: {} has {:g}, which {} cannot hold, expected --dtype={}",
-                                  name, *bad, dtype, dtype == kF16 ? "bf16 or f32" : "f32"));
-  });
-}
-
-/// The bytes of a tensor of transformers, made from the parameter of ours that holds its rows.
-std::vector<std::byte> make_tensor(const nn::HfTensor& tensor, const float* ours, int64_t cols,
-                                   DType dtype) {
-  std::vector<std::byte> bytes(static_cast<size_t>(tensor.shape.numel()) * size_of(dtype));
-  visit_float(dtype, "export", [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    T* const dst = reinterpret_cast<T*>(bytes.data());
-    for (const nn::HfRows& run : tensor.rows) {
-      const float* first = ours + run.row * cols;
-      if (!tensor.is_transposed) {
-        std::transform(first, first + run.num_rows * cols, dst + run.hf_row * cols,
-                       [](float value) { return T(value); });
-        continue;
-      }
-      const int64_t num_rows = tensor.shape[1];
-      for (int64_t c = 0; c < cols; ++c) {
-        for (int64_t r = 0; r < run.num_rows; ++r) {
-          dst[c * num_rows + run.hf_row + r] = T(first[r * cols + c]);
-        }
-      }
-    }
-  });
-  return bytes;
-}
 
 /// What config.json says, whatever the tensors are.
 HfModel read_config(const std::string& dir, const std::vector<std::string>& ignored_keys) {
@@ -101,30 +51,9 @@ HfReader::HfReader(const std::string& dir, HfModel model)
 }
 
 void HfReader::check_tensors() {
-  const auto& tensors = files_->tensors();
-  std::vector<std::string> problems;
-  std::set<std::string, std::less<>> expected;
-  for (const nn::HfParameter& p : parameters_) {
-    for (const nn::HfTensor& t : p.sources) {
-      expected.insert(t.name);
-      const auto found = tensors.find(t.name);
-      if (found == tensors.end()) {
-        problems.push_back("missing " + t.name);
-        continue;
-      }
-      const SafetensorsEntry& entry = *found->second.entry;
-      const bool is_float = entry.dtype == kF32 || entry.dtype == kBF16 || entry.dtype == kF16;
-      if (entry.shape != t.shape || !is_float) {
-        problems.push_back(fmt::format("{} is {} {}, expected f32, bf16 or f16 {}", entry.name,
-                                       entry.dtype, entry.shape, t.shape));
-      }
-    }
-  }
-  for (const auto& [name, place] : tensors) {
-    if (!expected.contains(name) && !config_.is_derived_hf_tensor(name)) {
-      problems.push_back("unexpected " + place.entry->name);
-    }
-  }
+  const std::vector<std::string> problems = hf_tensor_problems(
+      parameters_, files_->tensors(),
+      [this](std::string_view name) { return config_.is_derived_hf_tensor(name); });
   if (problems.empty()) return;
   const bool lacks_head =
       problems.size() == 1 && problems[0] == fmt::format("missing {}", config_.hf_layout().head);
@@ -146,38 +75,7 @@ Shape HfReader::shape_of(std::string_view name) const {
 }
 
 void HfReader::do_read(std::string_view name, int64_t begin, int64_t end, float* dst) const {
-  const nn::HfParameter& p = *by_name_.at(std::string(name));
-  const int64_t cols = p.cols();
-  for (const nn::HfTensor& source : p.sources) {
-    const HfFiles::Place& place = files_->tensors().find(source.name)->second;
-    const DType dtype = *place.entry->dtype.ours();  // check_tensors
-    const auto* data = static_cast<const char*>(place.file->data(*place.entry));
-    const auto at = [&](int64_t element) {
-      return data + element * static_cast<int64_t>(size_of(dtype));
-    };
-    for (const nn::HfRows& run : source.rows) {
-      const int64_t first = std::max(begin, run.row * cols);
-      const int64_t last = std::min(end, (run.row + run.num_rows) * cols);
-      if (first >= last) continue;
-      if (!source.is_transposed) {
-        load_floats(dst + (first - begin), at(run.hf_row * cols + first - run.row * cols), dtype,
-                    last - first);
-        check_finite(place, dst + (first - begin), last - first);
-        continue;
-      }
-      // Element (row, col) of ours is (col, row) there: a row of ours at a time.
-      const int64_t num_rows = source.shape[1];
-      for (int64_t i = first; i < last;) {
-        const int64_t row = i / cols, col = i % cols;
-        const int64_t count = std::min(last - i, cols - col);
-        load_floats(dst + (i - begin), at(col * num_rows + run.hf_row + row - run.row), dtype,
-                    count, num_rows);
-        i += count;
-      }
-      check_finite(place, dst + (first - begin), last - first);
-    }
-    place.file->check();
-  }
+  read_hf_parameter(*by_name_.at(std::string(name)), files_->tensors(), begin, end, dst);
 }
 
 HfWriter::HfWriter(const std::string& dir, const nn::FamilyConfig& config,
@@ -221,9 +119,9 @@ void HfWriter::write(std::string_view name, const Shape& shape, const float* val
   const nn::HfParameter* const p = &parameters_[found->second];
   TESSERA_CHECK(shape == p->shape, "export: {} is {}, expected {} of the model", name, shape,
                 p->shape);
-  check_range(name, values, shape.numel(), options_.dtype);
+  check_hf_range(name, values, shape.numel(), options_.dtype);
   for (const nn::HfTensor& t : p->sources) {
-    const std::vector<std::byte> bytes = make_tensor(t, values, p->cols(), options_.dtype);
+    const std::vector<std::byte> bytes = make_hf_tensor(t, values, p->cols(), options_.dtype);
     writers_[file_of_.at(t.name)]->write(t.name, bytes.data(), static_cast<int64_t>(bytes.size()));
   }
 }

@@ -303,8 +303,10 @@ void load_state(const CheckpointReader& reader, const TrainingState& state) {
 
 namespace {
 
+using IsWanted = std::function<bool(const nn::NamedParameter&)>;
+
 /// Quantizes this rank's part of what is kept as codes, piece by piece.
-void load_codes(const ParameterSource& source, Fsdp& fsdp) {
+void load_codes(const ParameterSource& source, Fsdp& fsdp, const std::set<std::string>& left_out) {
   const NoGrad no_grad;
   const MemoryScope scope(MemoryClass::kOther);
   const ShardView view(fsdp);
@@ -313,6 +315,7 @@ void load_codes(const ParameterSource& source, Fsdp& fsdp) {
     if (g.coded == nullptr) continue;
     for (size_t i = 0; i < g.layout.placements.size(); ++i) {
       const Placement& p = g.layout.placements[i];
+      if (left_out.contains(std::string(kParametersPrefix) + p.name)) continue;
       g.coded->set_written(i);
       const int64_t begin = std::max(g.begin, p.begin) - p.begin;
       const int64_t end = std::min(g.begin + g.numel, p.begin + p.numel) - p.begin;
@@ -328,8 +331,14 @@ void load_codes(const ParameterSource& source, Fsdp& fsdp) {
   current_stream().synchronize();
 }
 
-void load_own_parameters(const ParameterSource& source, Fsdp& fsdp, nn::Module& model) {
+void load_own_parameters(const ParameterSource& source, Fsdp& fsdp, nn::Module& model,
+                         const IsWanted& is_wanted) {
+  std::set<std::string> left_out;
   for (const nn::NamedParameter& p : model.named_parameters()) {
+    if (is_wanted != nullptr && !is_wanted(p)) {
+      left_out.insert(std::string(kParametersPrefix) + p.name);
+      continue;
+    }
     const Shape& shape = p.parameter->tensor.shape();
     const Shape found = source.shape_of(p.name);
     const bool fits = shape == found ||
@@ -343,15 +352,19 @@ void load_own_parameters(const ParameterSource& source, Fsdp& fsdp, nn::Module& 
                 static_cast<float*>(dst));
   };
   std::vector<Slice> slices = held_slices({.model = &model, .fsdp = &fsdp});
-  std::erase_if(slices, [](const Slice& s) { return !s.tensor.starts_with(kParametersPrefix); });
+  std::erase_if(slices, [&](const Slice& s) {
+    return !s.tensor.starts_with(kParametersPrefix) || left_out.contains(s.tensor);
+  });
   load_slices(slices, dtype, read);
-  load_codes(source, fsdp);
+  load_codes(source, fsdp, left_out);
 }
 
 }  // namespace
 
-void load_parameters(const ParameterSource& source, Fsdp& fsdp, nn::Module& model) {
-  parts_of(fsdp).world.control().verdict([&] { load_own_parameters(source, fsdp, model); });
+void load_parameters(const ParameterSource& source, Fsdp& fsdp, nn::Module& model,
+                     const std::function<bool(const nn::NamedParameter&)>& is_wanted) {
+  parts_of(fsdp).world.control().verdict(
+      [&] { load_own_parameters(source, fsdp, model, is_wanted); });
   fsdp.shards_changed();
 }
 

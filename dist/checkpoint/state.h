@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -81,9 +82,11 @@ void load_state(const CheckpointReader& reader, const TrainingState& state);
 
 /// Sets the masters of this rank's shards, slice by slice through a buffer of at most 64 MiB in
 /// host memory: no rank holds more of the model than its shards, and of what is kept as codes no
-/// more values than a piece of 4 MiB. Collective.
+/// more values than a piece of 4 MiB. Those that are not wanted (null: all are) stay as they are.
+/// Collective.
 /// Errors   on all ranks: InputError if `source` lacks a parameter of the model or has another shape, but more
 ///          positions, of which the first are taken
-void load_parameters(const ParameterSource& source, Fsdp& fsdp, nn::Module& model);
+void load_parameters(const ParameterSource& source, Fsdp& fsdp, nn::Module& model,
+                     const std::function<bool(const nn::NamedParameter&)>& is_wanted = nullptr);
 
 }  // namespace tessera::dist

@@ -125,4 +125,25 @@ FamilyConfig hf_config_of(const LanguageModel& model) {
   throw ConfigError(fmt::format("export: transformers has no counterpart of {}", model.kind()));
 }
 
+std::map<std::string, HfParameter> hf_parameters_of(Module& root) {
+  std::map<std::string, HfParameter> all;
+  for (const NamedModule& entry : root.named_modules()) {
+    const auto* const model = dynamic_cast<const LanguageModel*>(entry.module);
+    const auto config = model == nullptr ? nullptr : model->family_config();
+    if (config == nullptr) continue;
+    const std::string prefix = entry.name.empty() ? "" : entry.name + ".";
+    const HfLayout layout = config->hf_layout();
+    for (HfParameter& p : config->hf_parameters()) {
+      if (config->is_tied() && p.sources[0].name == layout.embedding) {
+        HfParameter head = p;
+        head.name = "head.weight";
+        head.sources[0].name = layout.head;
+        all.emplace(prefix + head.name, std::move(head));
+      }
+      all.emplace(prefix + p.name, std::move(p));
+    }
+  }
+  return all;
+}
+
 }  // namespace tessera::nn

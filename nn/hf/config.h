@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -47,5 +48,9 @@ std::string hf_generation_json(const HfTokenIds& ids, bool changes_ids, const st
 
 /// The sizes of a model of ours. ConfigError if it is of another class.
 FamilyConfig hf_config_of(const LanguageModel& model);
+
+/// Which tensors of transformers the parameters of `root` are made of, by their full names there, a
+/// tied head's too: of all models of a family in it.
+std::map<std::string, HfParameter> hf_parameters_of(Module& root);
 
 }  // namespace tessera::nn

@@ -51,8 +51,10 @@ class HfParameterList {
   void vector(const std::string& name, const std::vector<Part>& parts);
   /// weight, and bias if it has one.
   void norm(const std::string& name, const std::string& hf_name, int64_t width, bool has_bias);
-  /// The last one's rows in another order.
-  void set_rows(std::vector<HfRows> rows) { all_.back().sources[0].rows = std::move(rows); }
+  /// The rows of a source of the last one in another order.
+  void set_rows(std::vector<HfRows> rows, size_t source = 0) {
+    all_.back().sources[source].rows = std::move(rows);
+  }
 
   std::vector<HfParameter> take() { return std::move(all_); }
 

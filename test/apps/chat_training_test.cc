@@ -228,7 +228,7 @@ TEST_CASE("chat training: the loss is the mean over the trained tokens of the wh
   for (int64_t row = 0; row < 8; ++row) counts.push_back(samples.num_targets(row, 1));
   CHECK(*std::max_element(counts.begin(), counts.end()) >
         *std::min_element(counts.begin(), counts.end()));
-  const auto model = make_model(config.model, data.vocab_size);
+  const auto model = make_model(config, data.vocab_size);
   model->initialize(static_cast<uint64_t>(config.train.seed));
   const NoGrad no_grad;
   const double expected =

@@ -8,8 +8,12 @@
 #include <sstream>
 
 #include "apps/checkpoint_command.h"
+#include "apps/saved_model.h"
 #include "apps/trainer.h"
+#include "core/autograd.h"
 #include "core/files.h"
+#include "dist/checkpoint/huggingface.h"
+#include "dist/checkpoint/peft.h"
 #include "dist/comm/local.h"
 #include "nn/bert/bert.h"
 #include "nn/llama/llama.h"
@@ -386,6 +390,162 @@ TEST_CASE("model_from: fine-tuning begins at the imported model, on any number o
     // The golden models know these tokens no better than chance, but not as a fresh one would.
     CHECK(std::abs(first_losses[0] - std::log(40.0)) > 0.05);
   }
+}
+
+// ---- adapters
+
+std::string adapter(const std::string& family) {
+  return testing::golden_dir() + "/lora/" + family;
+}
+
+std::vector<double> losses_of(const std::string& out) {
+  std::vector<double> losses;
+  std::istringstream lines(read_file(out + "/metrics.jsonl"));
+  for (std::string line; std::getline(lines, line);) {
+    losses.push_back(nlohmann::json::parse(line)["loss"]);
+  }
+  return losses;
+}
+
+std::vector<double> logits_of(nn::LanguageModel& model) {
+  const NoGrad no_grad;
+  model.train(false);
+  return model.logits(testing::randint(0, 40, {2, 8})).to_vector();
+}
+
+void export_to(const std::vector<std::string>& arguments) {
+  std::FILE* const null = std::fopen("/dev/null", "w");
+  const std::unique_ptr<std::FILE, int (*)(std::FILE*)> closed(null, std::fclose);
+  const int status = checkpoint_command(arguments, null);
+  CHECK(status == 0);
+}
+
+TEST_CASE(
+    "model_from: adapters go on with the same bits on other ranks, and out as peft's or merged",
+    "[model_from]") {
+  const TempDir dir;
+  const auto config = [&](const std::string& name, const std::vector<std::string>& extra = {}) {
+    std::vector<std::string> keys = {"--lora.from=" + adapter("qwen3"),
+                                     "--lora.dropout=0.1",
+                                     "--train.reproducible=true",
+                                     "--train.micro_batch=1",
+                                     "--train.global_batch=4",
+                                     "--train.steps=4",
+                                     "--checkpoint.every=2",
+                                     "--output.dir=" + dir / name};
+    keys.insert(keys.end(), extra.begin(), extra.end());
+    return config_for(dir, "qwen3", keys);
+  };
+  const auto train_on = [](int world_size, const Config& c) {
+    dist::run_ranks(world_size, [&](dist::World& world) { train(c, world); });
+  };
+  train_on(2, config("out"));
+  const std::string out = dir / "out";
+  const std::vector<double> expected = losses_of(out);
+  REQUIRE(expected.size() == 4);
+  for (const int world_size : {1, 4}) {
+    const std::string name = "on_" + std::to_string(world_size);
+    std::filesystem::copy(out, dir / name, std::filesystem::copy_options::recursive);
+    std::filesystem::remove_all(dir / name + "/step-00000004");
+    train_on(world_size, config(name, {"--checkpoint.resume=auto"}));
+    CHECK(losses_of(dir / name) == expected);
+    CHECK(read_file(dir / name + "/model.safetensors") == read_file(out + "/model.safetensors"));
+  }
+
+  // As peft's: the options, and the values that were trained.
+  export_to({"export", out, dir / "adapter"});
+  dist::PeftReader reader(dir / "adapter");
+  CHECK(reader.options().rank == 3);
+  CHECK(reader.options().rslora);
+  CHECK(reader.options().dropout == 0.1);
+  const SavedModel saved = load_model(out);
+  reader.attach(*saved.model);
+  CHECK(reader.names().size() == 16);
+  for (const std::string& name : reader.names()) {
+    std::vector<float> values(static_cast<size_t>(reader.shape_of(name).numel()));
+    reader.read(name, 0, std::ssize(values), values.data());
+    CHECK(std::vector<double>(values.begin(), values.end()) ==
+          saved.model->parameter(name).tensor.to_vector());
+  }
+  // Merged, in both forms, the same logits.
+  const std::vector<double> logits = logits_of(*saved.model);
+  export_to({"export", out, dir / "merged", "--merge"});
+  const auto merged = dist::HfReader(dir / "merged").config().make_model();
+  const dist::HfReader hf(dir / "merged");
+  for (const nn::NamedParameter& p : merged->named_parameters()) {
+    std::vector<float> values(static_cast<size_t>(hf.shape_of(p.name).numel()));
+    hf.read(p.name, 0, std::ssize(values), values.data());
+    const NoGrad no_grad;
+    p.parameter->tensor.copy_(
+        from_values(std::span<const float>(values), p.parameter->tensor.shape()));
+  }
+  testing::check_close(logits_of(*merged), logits, 1e-5);
+  export_to({"export", out, dir / "plain", "--merge", "--format=tessera"});
+  const SavedModel plain = load_model(dir / "plain");
+  CHECK_FALSE(plain.config.lora.is_on());
+  testing::check_close(logits_of(*plain.model), logits, 1e-5);
+  export_to({"export", out, dir / "whole", "--format=tessera"});
+  CHECK(logits_of(*load_model(dir / "whole").model) == logits);
+
+  // Adapters beside a model that was trained without.
+  const std::vector<double> without = logits_of(*plain.model);
+  const SavedModel with = load_model(dir / "plain", kF32, adapter("sft"));
+  CHECK(logits_of(*with.model) == without);  // B is zero there
+  const SavedModel twice = load_model(dir / "plain", kF32, adapter("qwen3"));
+  CHECK(logits_of(*twice.model) != without);
+  {
+    const nn::LoraOff off;
+    CHECK(logits_of(*twice.model) == without);
+  }
+  CHECK(error_of([&] { load_model(out, kF32, adapter("qwen3")); }) ==
+        out + "/model.safetensors: has adapters, expected a model without any beside " +
+            adapter("qwen3"));
+  CHECK(error_of([&] { load_model(dir / "plain", kF32, adapter("gpt2")); })
+            .starts_with(adapter("gpt2") +
+                         "/adapter_config.json: LoraOptions::targets: no linear layer is called "
+                         "\"c_attn\", expected"));
+  CHECK(error_of([&] {
+          export_to({"export", dir / "plain", dir / "x", "--merge"});
+        }) == dir /
+                  "plain/model.safetensors: --merge of a model without adapters, expected one with "
+                  "lora.targets");
+}
+
+TEST_CASE("model_from: keys of adapters that do not fit are named", "[model_from]") {
+  const TempDir dir;
+  const auto error = [&](const std::vector<std::string>& extra, const char* family = "qwen3") {
+    return error_of([&] {
+      const Config config = config_for(dir, family, extra);
+      dist::run_ranks(1, [&](dist::World& world) { train(config, world); });
+    });
+  };
+  CHECK(error({"--lora.targets=q_proj,qproj"}) ==
+        "command line: lora.targets: no linear layer is called \"qproj\", expected all-linear or "
+        "some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj");
+  CHECK(error({"--lora.targets=q_proj", "--lora.rank=0"})
+            .find("command line: lora.rank = 0, expected an integer in [1, 65536]") == 0);
+  CHECK(error({"--lora.targets=q_proj", "--lora.modules_to_save=score"})
+            .find("command line: lora.modules_to_save: no module is called \"score\", expected") ==
+        0);
+  CHECK(error({"--lora.from=" + adapter("qwen3"), "--lora.rank=8"}) ==
+        "command line: lora.rank = 8, expected 3 of " + adapter("qwen3") + "/adapter_config.json");
+  CHECK(error({"--lora.from=" + adapter("gpt2")}) ==
+        adapter("gpt2") +
+            "/adapter_config.json: lora.targets: no linear layer is called \"c_attn\", expected "
+            "all-linear or some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj");
+  CHECK(error({"--lora.from=" + adapter("qwen3")}, "llama3")
+            .find(adapter("qwen3") + ": tensors are not those of adapter_config.json") == 0);
+  CHECK(error_of([&] {
+          load_config("",
+                      std::vector<std::string>{"--data.text=x", "--lora.from=" + adapter("qwen3")});
+        }) == "command line: lora.from = " + adapter("qwen3") +
+                  " without model.from, expected the model that the adapters are of");
+  const Config config = config_for(dir, "qwen3", {"--lora.targets=q_proj"});
+  CHECK(config.optim.schedule.peak_lr == 0.01);
+  const Config plain =
+      load_config("", std::vector<std::string>{"--data.text=x", "--lora.targets=q_proj"});
+  CHECK(plain.optim.schedule.peak_lr == 2e-4);
+  CHECK(derived_defaults(plain).find("optim.lr = 0.0002 (that of adapters, lora.targets)") == 0);
 }
 
 }  // namespace

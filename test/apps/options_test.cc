@@ -73,7 +73,7 @@ std::vector<std::string> units_of(const std::vector<std::string>& extra) {
   std::vector<std::string> names;
   dist::run_ranks(1, [&](dist::World& world) {
     const nn::DeferredInit deferred;
-    const auto model = make_model(config.model, 256);
+    const auto model = make_model(config, 256);
     freeze_parameters(config, *model);
     const auto fsdp = dist::fully_shard(*model, world, fsdp_options(config, *model));
     for (const auto& unit : parts_of(*fsdp).units) names.push_back(unit->name());
@@ -120,7 +120,7 @@ TEST_CASE("options: a class of fsdp.wrap_class that no module has is named", "[o
 TEST_CASE("options: what an out-of-memory error advises is said in keys", "[options]") {
   const TempDir dir;
   const Config config = small_config(dir);
-  const auto model = make_model(config.model, 256);
+  const auto model = make_model(config, 256);
   const auto name = fsdp_options(config, *model).name_option;
   const std::pair<const char*, const char*> names[] = {
       {"FsdpOptions::strategy", "fsdp.strategy"},

@@ -126,7 +126,8 @@ class Runs:
                       "LINES": lines, "BROKEN": broken, "TOKENIZER": tokenizer, "ENDING": ending,
                       "TEXT": self.text, "OTHER": self.other_text, "A": self.path("a.bin"),
                       "B": self.path("b.bin"), "SAME": self.path("same.bin"), "HF": self.path("hf"),
-                      "HF_GPT2": self.path("hf_gpt2"), "HF_PAIRS": self.path("hf_pairs"), "SOURCE": self.path("source")}
+                      "HF_GPT2": self.path("hf_gpt2"), "HF_PAIRS": self.path("hf_pairs"),
+                      "SOURCE": self.path("source"), "ADAPTER": self.path("adapter")}
         os.makedirs(self.path("source"))
         self.write("source/tokenizer.json", "{}")
         self.write("source/tokenizer_config.json", "{}")
@@ -236,6 +237,7 @@ F16 = {"precision.param_dtype": "f16", "guard.max_skips": 100}
 SAMPLE = {"sample.tokens": 12, "sample.prompt": "line "}
 FROM = TOKENS | {"model.from": "@HF@", "model.layers": "UNSET", "model.heads": "UNSET",
                  "model.width": "UNSET", "model.vocab": "UNSET"}
+LORA = {"lora.targets": "all-linear"}
 FROM_GPT2 = FROM | {"model.from": "@HF_GPT2@", "model.kind": "UNSET"}
 LOSS_SCALE = {"precision.loss_scale_init": 4.0, "precision.loss_scale_interval": 2}
 NAN = {"debug.nan_step": 3, "guard.max_skips": 1}
@@ -256,6 +258,11 @@ def other_numbers(a, b):
 def other_last(a, b):
     """The first step is the same."""
     return a.numbers()[0] == b.numbers()[0] and a.numbers()[-1] != b.numbers()[-1]
+
+
+def other_later(a, b):
+    """The first loss is the same."""
+    return a.values("loss")[0] == b.values("loss")[0] and a.numbers()[-1] != b.numbers()[-1]
 
 
 def other_tree(a, b):
@@ -399,6 +406,16 @@ ROWS = [
     Row("model.dropout", 0.5, both(other_numbers, lambda a, b: b.count("dropout") > 0), GPT2),
     Row("model.dropout", 0.5, both(other_numbers, lambda a, b: b.count("dropout") > 0),
         {"model.kind": "bloom"}),
+    Row("lora.targets", "q_proj,mlp.down", both(
+        other_later, lambda a, b: b.tree().count("(lora): Lora(rank 8") > a.tree().count("Lora("))),
+    Row("lora.rank", 4, both(other_later, lambda a, b: "(lora): Lora(rank 4" in b.tree()), LORA),
+    Row("lora.alpha", 64.0, other_later, LORA),
+    Row("lora.rslora", "true", other_later, LORA),
+    Row("lora.dropout", 0.5, both(other_later, lambda a, b: b.count("dropout") > 0), LORA),
+    Row("lora.modules_to_save", "norm1", both(
+        other_later, lambda a, b: b.values("grad_norm")[0] > a.values("grad_norm")[0]), LORA),
+    Row("lora.from", "@ADAPTER@", both(
+        other_numbers, lambda a, b: "(lora): Lora(rank 3" in b.tree()), FROM),
     Row("data.text", "@OTHER@", other_numbers),
     Row("data.tokens", "@B@", other_numbers, TOKENS),
     Row("data.sources", "@A@: 1, @B@: 3", other_numbers, SOURCES),
@@ -842,7 +859,8 @@ def main():
         if base.status != 0:
             print(base.text)
             return 1
-        for name, keys in (("hf", TOKENS), ("hf_gpt2", TOKENS | GPT2), ("hf_pairs", PAIRS)):
+        for name, keys in (("hf", TOKENS), ("hf_gpt2", TOKENS | GPT2), ("hf_pairs", PAIRS),
+                           ("adapter", TOKENS | LORA | {"lora.rank": 3})):
             out = os.path.join(RUNS.run(BASE | keys).dir, "out")
             done = RUNS.tool("tessera-checkpoint", "export", out, RUNS.path(name))
             if done.returncode != 0:

@@ -732,7 +732,7 @@ TEST_CASE("trainer: who ends a run waits for no evaluation, on whichever rank it
       const auto context = std::make_shared<Context>(ContextOptions{});
       const Context::Scope scope(context);
       const Data data = load_data(config);
-      const auto model = make_model(config.model, data.vocab_size);
+      const auto model = make_model(config, data.vocab_size);
       const auto fsdp = dist::fully_shard(*model, world);
       fsdp->initialize(1);
       const EvalSamples samples(data.val, sample_options(config, data));

@@ -376,6 +376,15 @@ TEST_CASE("add_lora: modules_to_save by their names here and in transformers", "
                                   "blocks.1.mlp.down.lora.A", "blocks.1.mlp.down.lora.B",
                                   "head.weight"});
   }
+  for (const char* name : {"lm_head", "embed_tokens", "head"}) {
+    const DeferredInit deferred;
+    LlamaConfig c = tiny();
+    c.num_layers = 1, c.tied = true;
+    Llama model(c);
+    add_lora(model, {.targets = "down_proj", .modules_to_save = name});
+    CHECK(trained(model) ==
+          Names{"embed.weight", "blocks.0.mlp.down.lora.A", "blocks.0.mlp.down.lora.B"});
+  }
 }
 
 }  // namespace
