@@ -23,6 +23,7 @@ SUBSTITUTES = [
     ("--checkpoint.every=100", r"$", " --train.steps=4"),
     ("tessera-train", r"--checkpoint\.every=\d+", "--checkpoint.every=2"),
     ("--model.from", r"--model\.context=\d+", "--model.context=8"),
+    ("configs/lora.toml", r"$", " --train.global_batch=0 --train.eval_every=0"),
     ("--model.from", r"$", " --device=cpu --train.steps=3 --train.micro_batch=2"),
     ("tessera-tokenize train", r"--vocab=\d+", "--vocab=270"),
     ("--data.tokenizer=tok", r"$", " --train.steps=3"),
