@@ -102,7 +102,8 @@ PLANTED = [bound_to_a_copy(*each) for each in NOWHERE] + [
     Row("ignored", APPS,
         '  options.ignored = matching_parameters(config, "fsdp.ignored", fsdp.ignored, model);\n', "",
         "run fsdp.ignored"),
-    Row("frozen", APPS, "->tensor.set_requires_grad([[false]])", "true", "run model.frozen"),
+    Row("frozen", APPS, "chosen.contains(p.name)) p.parameter->tensor.set_requires_grad([[false]])",
+        "true", "run model.frozen"),
 
     # Precision.
 
