@@ -224,15 +224,13 @@ PLANTED = [bound_to_a_copy(*each) for each in NOWHERE] + [
         "dist/fsdp/order fsdp order: the norm waits for gathers"),
 
     # Faults of use, which random runs find.
-    Row("a run begins anew over another one", APPS,
-        "if ([[config_.output.overwrite || resumes_in_place()]]) return;", "true", "random 1"),
     Row("a directory in use is taken", APPS, "if ([[is_held_by_another(error)]]) return nullptr;", "false",
         "random 1"),
     Row("the settings of ranks are not compared", APPS,
         "if ([[std::all_of(hashes.begin(), hashes.end(), [&](uint64_t h) { return h == mine; })]]) return;",
         "true", "random 1"),
     Row("a token outside the vocabulary is met in training", APPS,
-        "if ([[!is_known_[i] || largest_[i] < options_.vocab_size]]) continue;", "true", "random 1"),
+        "if ([[largest < options_.vocab_size || bad_file_ >= 0]]) return;", "true", "random 1"),
     Row("no checkpoint after the last step", APPS,
         "if ([[config_.checkpoint.last || checkpoints_.is_due(step_)]]) checkpoints_.save(progress());",
         "false", "random 1"),
