@@ -39,6 +39,7 @@
 #include "core/text.h"
 #include "dist/checkpoint/huggingface.h"
 #include "dist/checkpoint/peft.h"
+#include "dist/comm/watchdog.h"
 #include "dist/fsdp/shard_view.h"
 #include "dist/fsdp/state_guard.h"
 #include "nn/generate.h"
@@ -672,7 +673,7 @@ StepMetrics Trainer::finish_step(const PendingStep& pending) {
   m.step_ms = last_step_ms_ = rate_.step_ms();
   m.exposed = rate_.exposed();
   m.tokens_per_second = static_cast<double>(tokens_per_step_) / std::max(m.step_ms * 1e-3, 1e-9);
-  const double collective_ms = world_.collective_ms();
+  const double collective_ms = world_.watchdog().collective_ms(world_.rank());
   waited_ms_ = std::exchange(collective_ms_, collective_ms);
   waited_ms_ = collective_ms - waited_ms_;
   // No thread runs the collectives of a device: there it is what compute has stood still for.
@@ -861,7 +862,7 @@ void Trainer::finish(bool evaluates, bool is_end) {
     // Rates and waits of the next steps are theirs alone.
     if (world_.world_size() > 1) fsdp_->exposed_times();
     rate_.restart(Clock::now());
-    collective_ms_ = world_.collective_ms();
+    collective_ms_ = world_.watchdog().collective_ms(world_.rank());
   }
   val_loss_ = m.val_loss;
   is_best_ = val_loss_ && !(best_val_loss_ && *best_val_loss_ <= *val_loss_);
@@ -952,7 +953,8 @@ TrainResult Trainer::run() {
     const bool ends = is_cut || (is_end && (!is_rewind_due_ || decision.is_out_of_time));
     if (is_rewind_due_) rewind();
     result_.steps = step_;
-    if (decision.is_preempted) world_.set_on_end(nullptr);  // the end of the step is reached
+    if (decision.is_preempted)
+      world_.watchdog().set_on_end(nullptr);  // the end of the step is reached
     if (!is_end_saved_ &&
         (saves || (is_best_ && checkpoints_.is_on() && config_.checkpoint.best))) {
       checkpoints_.save(progress());
@@ -1035,8 +1037,9 @@ void Trainer::print_sample() {
 TrainResult train(const Config& given, dist::World& world) {
   check_agreement(world.control(), facts_of(given));
   Config config = given;
-  world.set_timeout(std::chrono::milliseconds(static_cast<int64_t>(config.dist.timeout * 1e3)));
-  world.set_verbose(config.debug.dist);
+  world.watchdog().set_timeout(
+      std::chrono::milliseconds(static_cast<int64_t>(config.dist.timeout * 1e3)));
+  world.watchdog().set_verbose(config.debug.dist);
   std::shared_ptr<Context> context;
   const std::optional<DType> stored_dtype = stored_param_dtype(config, world);
   world.control().verdict([&] {
@@ -1097,7 +1100,7 @@ TrainResult train(const Config& given, dist::World& world) {
   if (run_dir.is_begun()) set_fatal_report(fatal_report);
   // A step that is not through by the time the process is ended has failed. After a first SIGTERM
   // it may still get through; see [Note: Signals].
-  world.set_on_end([&](const std::string& reason) {
+  world.watchdog().set_on_end([&](const std::string& reason) {
     // Rank 0 may be the one that is gone already: then the next says so.
     std::this_thread::sleep_for(std::chrono::milliseconds(100) * std::min(world.rank(), 3));
     report(RunState::kFailed, *steps_done,
@@ -1105,7 +1108,7 @@ TrainResult train(const Config& given, dist::World& world) {
            /*is_stand_in=*/true);
   });
   const auto forget = [](dist::World* w) {
-    w->set_on_end(nullptr);
+    w->watchdog().set_on_end(nullptr);
     set_fatal_report({});
   };
   const std::unique_ptr<dist::World, decltype(forget)> scope_of_action(&world, forget);

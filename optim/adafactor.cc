@@ -23,6 +23,7 @@ Adafactor::Adafactor(std::vector<FlatShard> shards, const AdafactorOptions& opti
   check_not_negative(kAdafactor, "eps2", options.eps2);
   check_range(options.d > 0, kAdafactor, "d", "above 0", options.d);
   check_not_negative(kAdafactor, "weight_decay", options.weight_decay);
+  check_state_blocks(kAdafactor);
   const MemoryScope scope(MemoryClass::kOptimizer);
   int64_t largest_part = 0, largest_whole = 0;
   bool is_shared = false;
@@ -43,17 +44,10 @@ Adafactor::Adafactor(std::vector<FlatShard> shards, const AdafactorOptions& opti
     group.next = zeros({numel}, kF32);
     std::vector<int64_t> places;
     for (const Segment& segment : shard.segments) {
-      const auto f = std::find_if(
-          group.factors.begin(), group.factors.end(),
-          [&](const Factors& factors) { return factors.parameter.name == segment.parameter; });
-      TESSERA_CHECK_AS(InternalError, f != group.factors.end(),
-                       "{}: shard {} has a part of {}, which it does not know", kAdafactor,
-                       shard.name, segment.parameter);
-      TESSERA_CHECK(segment.begin % kernels::kStateBlock == 0,
-                    "{}: {} begins at element {} of its shard, expected a multiple of {}",
-                    kAdafactor, segment.parameter, segment.begin, kernels::kStateBlock);
-      places.insert(places.end(), {f->begin, f->begin + f->rows, f->begin + f->rows + f->cols,
-                                   f->rows == 0 ? 0 : f->cols, segment.offset - segment.begin});
+      const Factors& f = of_parameter(kAdafactor, shard, segment, group.factors,
+                                      [](const Factors& of) { return of.parameter.name; });
+      places.insert(places.end(), {f.begin, f.begin + f.rows, f.begin + f.rows + f.cols,
+                                   f.rows == 0 ? 0 : f.cols, segment.offset - segment.begin});
     }
     group.places = from_values(std::span<const int64_t>(places),
                                {static_cast<int64_t>(places.size() / 5), 5}, kI64);

@@ -12,13 +12,7 @@ AdamW8bit::AdamW8bit(std::vector<FlatShard> shards, const AdamWOptions& options)
   check_decay_rate(kName, "beta2", options.beta2);
   check_not_negative(kName, "eps", options.eps);
   check_not_negative(kName, "weight_decay", options.weight_decay);
-  for (const FlatShard& shard : shards_) {
-    for (const Segment& s : shard.segments) {
-      TESSERA_CHECK(s.begin % kernels::kStateBlock == 0,
-                    "{}: {} begins at element {} of its shard, expected a multiple of {}", kName,
-                    s.parameter, s.begin, kernels::kStateBlock);
-    }
-  }
+  check_state_blocks(kName);
   states_[0] = make_state("exp_avg", kU8);
   states_[1] = make_state("exp_avg_sq", kU8);
   states_[2] = make_state("exp_avg_absmax", kF32, kernels::kStateBlock);

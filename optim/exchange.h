@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "core/check.h"
 #include "core/runtime/stream.h"
 #include "core/tensor.h"
 #include "optim/flat_shard.h"
@@ -37,6 +38,21 @@ inline int num_owners(const FlatShard& shard) {
 }
 inline int this_owner(const FlatShard& shard) {
   return shard.exchange == nullptr ? 0 : shard.exchange->owner();
+}
+
+/// What an optimizer keeps of the parameter that a segment is a part of: the one of `all` that has
+/// its name, by `name_of`.
+/// Errors   InternalError if the shard has a part of a parameter that it does not know whole
+template <class T, class NameOf>
+const T& of_parameter(const char* optimizer, const FlatShard& shard, const Segment& segment,
+                      const std::vector<T>& all, const NameOf& name_of) {
+  const auto found = std::find_if(all.begin(), all.end(), [&](const T& candidate) {
+    return name_of(candidate) == segment.parameter;
+  });
+  TESSERA_CHECK_AS(InternalError, found != all.end(),
+                   "{}: shard {} has a part of {}, which it does not know", optimizer, shard.name,
+                   segment.parameter);
+  return *found;
 }
 
 /// Who takes the next piece of work: the owner that has the least, which gets `amount` more.

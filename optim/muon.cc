@@ -28,15 +28,12 @@ std::vector<int64_t> blocks_of(const WholeParameter& p) {
 FlatShard split_segments(FlatShard shard) {
   std::vector<Segment> segments;
   for (const Segment& whole : shard.segments) {
-    const auto p = std::find_if(shard.parameters.begin(), shard.parameters.end(),
-                                [&](const WholeParameter& w) { return w.name == whole.parameter; });
-    TESSERA_CHECK_AS(InternalError, p != shard.parameters.end(),
-                     "{}: shard {} has a part of {}, which it does not know", kMuon, shard.name,
-                     whole.parameter);
+    const WholeParameter& p = of_parameter(kMuon, shard, whole, shard.parameters,
+                                           [](const WholeParameter& w) { return w.name; });
     int64_t end = 0;  // of a block, in elements of the parameter
-    for (const int64_t rows : blocks_of(*p)) {
+    for (const int64_t rows : blocks_of(p)) {
       const int64_t begin = end;
-      end += rows * p->shape[1];
+      end += rows * p.shape[1];
       Segment part = whole;
       part.offset = std::max(whole.offset, begin);
       part.begin = whole.begin + part.offset - whole.offset;

@@ -1,5 +1,6 @@
 #include "optim/optimizer.h"
 
+#include "kernels/optimizer/dynamic_map.h"
 #include "optim/shard_owner.h"
 
 namespace tessera::optim {
@@ -106,11 +107,21 @@ NamedState Optimizer::make_state(std::string name, DType dtype, int64_t block) c
   const MemoryScope scope(MemoryClass::kOptimizer);
   NamedState state{std::move(name), {}, block};
   for (const FlatShard& shard : shards_) {
-    const int64_t numel = (shard.master.numel() + block - 1) / block;
+    const int64_t numel = state_numel(shard.master.numel(), block);
     state.tensors.push_back(shard.store != nullptr ? shard.store->make_state(numel, dtype)
                                                    : zeros({numel}, dtype));
   }
   return state;
+}
+
+void Optimizer::check_state_blocks(const char* optimizer) const {
+  for (const FlatShard& shard : shards_) {
+    for (const Segment& s : shard.segments) {
+      TESSERA_CHECK(s.begin % kernels::kStateBlock == 0,
+                    "{}: {} begins at element {} of its shard, expected a multiple of {}",
+                    optimizer, s.parameter, s.begin, kernels::kStateBlock);
+    }
+  }
 }
 
 void check_range(bool is_right, const char* optimizer, const char* name, const char* range,

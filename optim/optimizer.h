@@ -84,6 +84,8 @@ class Optimizer {
   virtual void update_shard(const FlatUpdate& update, std::span<const Tensor> states);
   /// A zeroed state of each shard: one value of `dtype` for `block` elements.
   NamedState make_state(std::string name, DType dtype = kF32, int64_t block = 1) const;
+  /// Error for a segment that begins elsewhere than at a multiple of `kernels::kStateBlock`.
+  void check_state_blocks(const char* optimizer) const;
   /// What an update reads and writes beside the gradients' shards.
   struct PartUse {
     bool states = true, master = true, grad = true;

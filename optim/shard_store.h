@@ -9,6 +9,11 @@
 
 namespace tessera::optim {
 
+/// How many values a state has for `numel` elements, if one is that of `block` of them.
+constexpr int64_t state_numel(int64_t numel, int64_t block) {
+  return (numel + block - 1) / block;
+}
+
 /// A state: value k belongs to elements [k block, (k + 1) block).
 struct BlockState {
   Tensor values;  ///< f32 | u8

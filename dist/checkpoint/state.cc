@@ -18,7 +18,7 @@ constexpr int64_t kLoadBufferNbytes = int64_t{64} << 20;
 
 /// Of a state with one value for `block` elements; else the parameter's own.
 Shape shape_of(const Placement& p, int64_t block) {
-  return block == 1 ? p.shape : Shape{(p.numel + block - 1) / block};
+  return block == 1 ? p.shape : Shape{optim::state_numel(p.numel, block)};
 }
 
 /// The parts of a group's placements in elements [first, first + numel) of this rank's shard, of
@@ -31,7 +31,7 @@ void add_group(std::vector<Slice>& slices, const HeldGroup& g, const std::string
     if (begin >= end) continue;
     slices.push_back(
         {prefix + p.name, shape_of(p, block), (begin - p.begin) / block,
-         values.narrow(0, (begin - g.begin) / block, (end - begin + block - 1) / block)});
+         values.narrow(0, (begin - g.begin) / block, optim::state_numel(end - begin, block))});
   }
 }
 

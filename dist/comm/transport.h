@@ -52,11 +52,6 @@ class HostTransport : public Mover {
   /// Why the World was aborted, or empty.
   virtual std::string abort_reason() const = 0;
 
-  Board* board() const final { return board_.get(); }
-  void start(const Messages&) override;
-  void copy(void* dst, const void* src, int64_t nbytes) final;
-  void reduce(const TreeReduce& sum) final { tree_reduce(sum); }
-
  protected:
   /// Null where this rank can read the memory of no other.
   void set_board(std::unique_ptr<Board> board) { board_ = std::move(board); }
@@ -66,6 +61,12 @@ class HostTransport : public Mover {
   CommGroup make_child_group(int color, const std::vector<int>& ranks, int child_rank);
 
  private:
+  // What `run` has a collective done with.
+  Board* board() const final { return board_.get(); }
+  void start(const Messages&) override;
+  void copy(void* dst, const void* src, int64_t nbytes) final;
+  void reduce(const TreeReduce& sum) final { tree_reduce(sum); }
+
   const int rank_;
   const CommGroup group_;
   std::unique_ptr<Board> board_;

@@ -316,12 +316,12 @@ void Watchdog::add_poller(std::weak_ptr<CollectivePoller> poller) {
   if (poll_ticker_ == nullptr) poll_ticker_ = std::make_unique<Ticker>(kPeriod, [this] { poll(); });
 }
 
-int64_t Watchdog::finished_ns(int rank) {
+double Watchdog::collective_ms(int rank) {
   int64_t total = 0;
   for (const auto& log : logs()) {
     if (log->rank() == rank && log->group().id != CommGroup::kWorldId) total += log->finished_ns();
   }
-  return total;
+  return static_cast<double>(total) * 1e-6;
 }
 
 void Watchdog::set_channel(std::unique_ptr<WatchChannel> channel) {

@@ -199,12 +199,14 @@ class Watchdog {
   /// Calls `poll` about 20 times a second, on a thread of its own, for as long as the poller is
   /// alive, also after `on_timeout`.
   void add_poller(std::weak_ptr<CollectivePoller> poller);
-  /// Nanoseconds that this rank has spent inside of collectives that are over, on all
-  /// communicators; exchanges between hosts (Control) do not count.
-  int64_t finished_ns(int rank);
+  /// Milliseconds that this rank has spent inside of collectives that are over, on all
+  /// communicators: waiting for the others, and moving bytes. Who waits least is whom the others wait
+  /// for. Exchanges between hosts (Control) do not count. On CUDA to within 50 ms each.
+  double collective_ms(int rank);
   /// To the watchdogs of other processes. Null: none any more; returns when it is out of use.
   void set_channel(std::unique_ptr<WatchChannel> channel);
   void set_timeout(std::chrono::milliseconds timeout);  ///< 0 = never
+  /// Logs each collective as it starts (`--debug.dist`).
   void set_verbose(bool verbose) { verbose_->store(verbose); }
 
   /// Whether a collective of `rank` is not over.

@@ -155,20 +155,8 @@ Control& World::control() {
   return *control_;
 }
 
-void World::set_timeout(std::chrono::milliseconds timeout) {
-  backend_->watchdog()->set_timeout(timeout);
-}
-
-double World::collective_ms() const {
-  return static_cast<double>(backend_->watchdog()->finished_ns(rank())) * 1e-6;
-}
-
-void World::set_verbose(bool verbose) {
-  backend_->watchdog()->set_verbose(verbose);
-}
-
-void World::set_on_end(std::function<void(const std::string&)> action) {
-  backend_->watchdog()->set_on_end(std::move(action));
+Watchdog& World::watchdog() {
+  return *backend_->watchdog();
 }
 
 void World::abort(int status, const std::string& reason) noexcept {

@@ -14,9 +14,10 @@
 
 namespace tessera::dist {
 
+class Watchdog;
 class WorldBackend;
 
-/// How long a collective may take unless `set_timeout` says otherwise.
+/// How long a collective may take unless `Watchdog::set_timeout` says otherwise.
 inline constexpr std::chrono::seconds kDefaultTimeout{600};
 
 /// All ranks of a run: the processes that mpirun started, or the thread ranks of `run_ranks`
@@ -68,19 +69,9 @@ class World {
   /// Expires when this World ends; for those that refer to it.
   std::weak_ptr<const void> life() const { return life_; }
 
-  /// How long a collective may take before the watchdog ends all ranks with status 6; 0 = for
-  /// ever.
-  void set_timeout(std::chrono::milliseconds timeout);
-  /// Milliseconds that this rank has spent inside of collectives so far: waiting for the others,
-  /// and moving bytes. Who waits least is whom the others wait for. On CUDA to within 50 ms each.
-  double collective_ms() const;
-  /// Logs each collective as it starts (`--debug.dist`).
-  void set_verbose(bool verbose);
-
-  /// What to do, once, on a thread of its own, when the process is about to end from there: after
-  /// `Watchdog::notify_terminate` (the reason is empty) or when a collective has not finished in
-  /// time. Null: nothing. Returns when an action that has begun is over.
-  void set_on_end(std::function<void(const std::string& reason)> action);
+  /// Of the collectives of this process: how long they may take, a log of them, their time, and what
+  /// to do at the end. When one is late it ends all ranks with status 6.
+  Watchdog& watchdog();
 
   /// Ends the World, when all ranks have come here; the destructor does it too, but can only log an
   /// error: CommError if a rank is elsewhere. Nothing else may be called afterwards.

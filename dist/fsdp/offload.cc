@@ -141,7 +141,7 @@ void Offloader::reserve_windows(int64_t nbytes) {
 }
 
 int64_t Offloader::part_numel(const Part& part, int64_t count) {
-  return (count + part.block - 1) / part.block;
+  return optim::state_numel(count, part.block);
 }
 
 /// Windows begin at multiples of 256 elements, and so of blocks.

@@ -76,7 +76,7 @@ void StateGuard::make_tables(nn::Module& model, optim::Optimizer& optimizer, con
         std::vector<optim::Segment> blocks = own;
         for (optim::Segment& s : blocks) {
           s.begin /= state.block;
-          s.end = (s.end + state.block - 1) / state.block;
+          s.end = optim::state_numel(s.end, state.block);
           s.offset /= state.block;
         }
         states_.add(state.tensors[shard], blocks, g.name, state.name);

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <filesystem>
 
+#include "dist/comm/watchdog.h"
 #include "test/dist/checkpoint/cases.h"
 
 namespace tessera::testing {
@@ -13,7 +14,7 @@ constexpr int kSaved = 10, kSteps = 20;
 dist::World& world() {
   static dist::World instance = [] {
     dist::World made = dist::World::init(0, nullptr);
-    made.set_timeout(std::chrono::seconds(120));
+    made.watchdog().set_timeout(std::chrono::seconds(120));
     Context::set_process_context(
         std::make_shared<Context>(ContextOptions{.num_threads = 1, .poison = true}));
     return made;

@@ -16,7 +16,7 @@ using namespace tessera::dist;
 namespace {
 
 int run(World& world, const std::string& name) {
-  world.set_timeout(std::chrono::seconds(3));
+  world.watchdog().set_timeout(std::chrono::seconds(3));
   const auto comm = world.make_comm();
   const Stream stream = Context::current()->make_stream("comm");
   std::vector<float> full(static_cast<size_t>(8 * world.world_size())), shard(8);
@@ -37,7 +37,7 @@ int run(World& world, const std::string& name) {
   if (name == "threads") return world.num_threads(4096) == 4096 && world.num_threads() >= 1 ? 0 : 1;
   if (name == "throw" && is_last) throw InputError("tokens.bin: bad magic");
   if (name == "unwind") {  // amid a collective that nobody else comes to
-    world.set_timeout(std::chrono::seconds(600));
+    world.watchdog().set_timeout(std::chrono::seconds(600));
     if (!is_last) std::this_thread::sleep_for(std::chrono::seconds(60));
     gather(1);
     throw InputError("tokens.bin: bad magic");

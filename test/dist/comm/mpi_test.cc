@@ -3,6 +3,7 @@
 
 #include "core/runtime/cpu/affinity.h"
 #include "dist/comm/local.h"
+#include "dist/comm/watchdog.h"
 #include "test/dist/comm/cases.h"
 #include "test/testing.h"
 
@@ -19,7 +20,7 @@ namespace {
 World& world() {
   static World instance = [] {
     World made = World::init(0, nullptr);
-    made.set_timeout(std::chrono::seconds(30));
+    made.watchdog().set_timeout(std::chrono::seconds(30));
     return made;
   }();
   return instance;

@@ -211,7 +211,7 @@ TEST_CASE("watchdog: quiet while everything ends in time, however long the run",
     }
     stream.synchronize();
     expect(x == 32, "sum is {}", x);
-    world.set_timeout(std::chrono::milliseconds(0));  // never
+    world.watchdog().set_timeout(std::chrono::milliseconds(0));  // never
     if (world.rank() == 0) std::this_thread::sleep_for(std::chrono::milliseconds(700));
     world.control().barrier();
   }));

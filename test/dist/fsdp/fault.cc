@@ -40,7 +40,7 @@ struct Net : nn::Module {
 };
 
 int run(World& world, const std::string& name) {
-  world.set_timeout(std::chrono::seconds(3));
+  world.watchdog().set_timeout(std::chrono::seconds(3));
   Context::set_process_context(std::make_shared<Context>(ContextOptions{.num_threads = 1}));
   const bool is_last = world.rank() == world.world_size() - 1;
   Net net(name == "bytes" && is_last ? 3000 : 16);

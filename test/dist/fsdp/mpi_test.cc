@@ -1,6 +1,7 @@
 // Started by mpirun (test/mpirun.sh) with 1 to 4 ranks: FSDP over MPI has the bits of thread ranks.
 
 #include "dist/comm/local.h"
+#include "dist/comm/watchdog.h"
 #include "test/dist/fsdp/combos.h"
 #include "test/dist/fsdp/harness.h"
 #include "test/dist/fsdp/memory_cases.h"
@@ -13,7 +14,7 @@ namespace {
 dist::World& world() {
   static dist::World instance = [] {
     dist::World made = dist::World::init(0, nullptr);
-    made.set_timeout(std::chrono::seconds(120));
+    made.watchdog().set_timeout(std::chrono::seconds(120));
     Context::set_process_context(
         std::make_shared<Context>(ContextOptions{.num_threads = 1, .poison = true}));
     return made;
