@@ -206,8 +206,8 @@ TEST_CASE("golden: capped logits of Gemma 2 and their loss", "[golden]") {
   x_BTC.set_requires_grad(true);
   check_gemma2(head.forward(x_BTC), expected["logits"], "logits");
   const std::vector<int32_t> labels = expected["labels"];
-  const LossSum loss =
-      head.forward(x_BTC, from_values(std::span<const int32_t>(labels), {B, T}), {});
+  const LossSum loss = head.forward(x_BTC, from_values(std::span<const int32_t>(labels), {B, T}),
+                                    LinearCrossEntropyOptions{});
   const double count = loss.count.item();
   CHECK(relative(loss.sum.item() / count, expected["loss"]) < kGemma2Tolerance);
   backward(loss.sum, full({}, 1 / count, kF64));

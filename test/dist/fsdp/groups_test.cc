@@ -21,7 +21,8 @@ nn::Llama tiny() {
 std::string table_error(std::vector<ParameterGroup> groups) {
   return error_of([&] {
     nn::Llama model = tiny();
-    dist::parameter_table(model, {.groups = groups, .optimizer = {}, .row_blocks = {}});
+    dist::parameter_table(model,
+                          {.groups = groups, .optimizer = {}, .row_blocks = {}, .quantize = {}});
   });
 }
 
@@ -35,7 +36,8 @@ TEST_CASE("groups: patterns without a parameter, parameters of two groups are na
                          "\"*.norm1.*\" and \"blocks.0.*\", expected one"));
   nn::Llama model = tiny();
   const std::vector<ParameterGroup> twice = {{.match = "blocks.0.*, *.0.norm1.*", .lr_scale = 2}};
-  dist::parameter_table(model, {.groups = twice, .optimizer = {}, .row_blocks = {}});  // is once
+  dist::parameter_table(
+      model, {.groups = twice, .optimizer = {}, .row_blocks = {}, .quantize = {}});  // is once
   CHECK(table_error({{.match = "*", .frozen = true}})
             .starts_with("FsdpOptions::parameters: the groups leave no parameter to train"));
   CHECK(table_error({{.match = "*", .lr_scale = -1}})
@@ -52,7 +54,8 @@ TEST_CASE("groups: the table counts tensors and elements of each", "[fsdp]") {
                                  [](const nn::NamedParameter& p) {
                                    return std::string(p.name.starts_with("head") ? "sgd" : "");
                                  },
-                             .row_blocks = {}};
+                             .row_blocks = {},
+                             .quantize = {}};
   dist::parameter_table(model, rules);
   // 3 blocks of qkv (24 + 24 = 48 rows), out, gate_up and down: 1152 + 576 + 1920 + 960 elements.
   CHECK(dist::describe_groups(model, rules, "adamw") ==
