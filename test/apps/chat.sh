@@ -70,38 +70,58 @@ printf 'a\n\nb\n' >"$dir/prompts"
 [ $? = 3 ] && grep -q "prompts: line 2: empty, expected a prompt a line" "$dir/err" ||
   fail "an empty prompt: $(cat "$dir/err")"
 
-# Ctrl-C ends the answer, then the program.
+# Ctrl-C ends the answer, then the program. An answer may be over before the signal comes, which
+# then ends the program at its prompt: another try.
 python3 - "$chat" "$dir/out" <<'PY' || failures=$((failures + 1))
 import os, pty, signal, sys, time
-pid, fd = pty.fork()
-if pid == 0:
-    os.execv(sys.argv[1], [sys.argv[1], "--checkpoint", sys.argv[2], "--ignore-end", "--tokens", "40",
-                           "--temperature", "0", "--device", "cpu"])
-def read_until(what):
+
+
+def start():
+    pid, fd = pty.fork()
+    if pid == 0:
+        os.execv(sys.argv[1], [sys.argv[1], "--checkpoint", sys.argv[2], "--ignore-end", "--tokens", "50",
+                               "--temperature", "0", "--device", "cpu", "--threads", "1"])
+    return pid, fd
+
+
+def read_until(fd, what):
+    """Byte by byte, so that nothing behind it is taken; False if the program has ended."""
     seen = b""
-    while what not in seen:
+    while not seen.endswith(what):
         try:
-            piece = os.read(fd, 4096)
+            byte = os.read(fd, 1)
         except OSError:
-            piece = b""
-        if not piece:
-            return sys.exit(f"ended before {what!r}: {seen!r}")
-        seen += piece
-    return seen
-read_until(b"> ")
-os.write(fd, b"one?\n")
-read_until(b"the first")
-os.kill(pid, signal.SIGINT)
-read_until(b"> ")
-os.kill(pid, signal.SIGINT)
-for _ in range(200):
-    done, status = os.waitpid(pid, os.WNOHANG)
-    if done:
-        break
-    time.sleep(0.05)
-else:
+            byte = b""
+        if not byte:
+            return False
+        seen += byte
+    return True
+
+
+def ends(pid):
+    for _ in range(400):
+        done, _ = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return True
+        time.sleep(0.05)
     os.kill(pid, signal.SIGKILL)
-    sys.exit("Ctrl-C at the prompt did not end it")
+    return False
+
+
+for _ in range(50):
+    pid, fd = start()
+    if not read_until(fd, b"> "):
+        sys.exit("ended before its prompt")
+    os.write(fd, b"one?\n")
+    if not read_until(fd, b"the"):
+        sys.exit("ended before its answer")
+    os.kill(pid, signal.SIGINT)
+    if read_until(fd, b"> "):
+        os.kill(pid, signal.SIGINT)
+        sys.exit(None if ends(pid) else "Ctrl-C at the prompt did not end it")
+    if not ends(pid):
+        sys.exit("it closed the terminal and did not end")
+sys.exit("no Ctrl-C of 50 left the program at its prompt")
 PY
 echo "$failures failures"
 [ "$failures" = 0 ]
