@@ -132,9 +132,10 @@ void add_model(ConfigTable& t, Config& c) {
   t.add("model.frozen", m.frozen,
         "parameters that are not trained, such as \"embed.*,blocks.0.*\": names, * for any "
         "characters, separated by commas");
-  t.add("model.quantize", m.quantize,
-        "how the weights of linear layers in blocks, which must be frozen, are kept and gathered: "
-        "nf4, 4-bit codes with double quantization (QLoRA), 0.52 bytes each")
+  t.add(
+       "model.quantize", m.quantize,
+       "weights of linear layers in blocks, which must be frozen: nf4 keeps and gathers 4-bit codes "
+       "with double quantization (QLoRA), 0.52 bytes each")
       .also("load_in_4bit bnb_4bit_quant_type");
   std::vector<std::string_view> kinds;
   for (const nn::Family* family : nn::families()) kinds.push_back(family->name);

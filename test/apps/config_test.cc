@@ -38,7 +38,7 @@ TEST_CASE("config: what is wrong is named with key, place and what is allowed", 
       {"[modle]\nlayers = 3",
        {},
        "f.toml:1: unknown section [modle], expected a known one (nearest: model)"},
-      {"[a.b]\nc = 1", {}, "f.toml:1: unknown section [a], expected a known one (nearest: data)"},
+      {"[a.b]\nc = 1", {}, "f.toml:1: unknown section [a], expected a known one (nearest: lora)"},
       {"[\"\"]\nc = 1", {}, "f.toml:1: unknown section [], expected a known one (nearest: dpo)"},
       {"devise = 'cpu'",
        {},
@@ -582,8 +582,8 @@ TEST_CASE("config: help of a section, of a key, and of neither", "[config]") {
   CHECK(device.find("--optim") == std::string::npos);
   CHECK(config_help("optim.lr").find("peak learning rate") != std::string::npos);
   const std::string unknown = error_of([] { config_help("learning_rate"); });
-  CHECK(
-      unknown.starts_with("command line: --help learning_rate, expected a section (model, data, "));
+  CHECK(unknown.starts_with(
+      "command line: --help learning_rate, expected a section (model, lora, data, "));
   CHECK(unknown.ends_with("or a key (nearest: optim.lr)"));
 }
 
