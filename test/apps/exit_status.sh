@@ -140,7 +140,23 @@ if [ -e /dev/full ]; then
 fi
 
 # Every configuration that we ship is accepted and trains.
+for i in {1..40}; do
+  echo "{\"prompt\": \"q$i\", \"completion\": \"a$i\"}" >>"$dir/chats.jsonl"
+  echo "{\"prompt\": \"q$i\", \"chosen\": \"a$i\", \"rejected\": \"b\"}" >>"$dir/pairs.jsonl"
+done
+echo '{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}{{ "assistant: " if add_generation_prompt }}' \
+  >"$dir/chat.jinja"
 for file in "$root"/configs/*.toml; do
+  case $file in
+    */sft.toml | */dpo.toml)  # an epoch of conversations, or of pairs
+      data=(--data.chat="$dir/chats.jsonl" --train.global_batch_tokens=256)
+      [[ $file = */dpo.toml ]] && data=(--data.preference="$dir/pairs.jsonl" --train.global_batch=4)
+      expect 0 "out/model.safetensors" "$train" "$file" "${data[@]}" --data.chat_template="$dir/chat.jinja" \
+        --device=cpu --output.dir="$dir/out" --output.overwrite --data.val_fraction=0.2 --model.layers=1 \
+        --model.width=24 --model.context=64
+      continue
+      ;;
+  esac
   data=(--data.text="$dir/text")
   small=(--model.layers=1 --model.width=24 --model.context=16 --train.global_batch=0)
   grep -q '^vocab' "$file" && small+=(--model.vocab=300)
