@@ -162,9 +162,9 @@ PLANTED = [bound_to_a_copy(*each) for each in NOWHERE] + [
     Row("memory.empty_cache_every", APPS,
         "config_.memory.empty_cache_every > 0 && step_ % config_.memory.empty_cache_every == 0", "false",
         "run memory.empty_cache_every"),
-    Row("dist.timeout", APPS, "  world.set_timeout(std::chrono::milliseconds("
+    Row("dist.timeout", APPS, "  world.watchdog().set_timeout( std::chrono::milliseconds("
         "static_cast<int64_t>(config.dist.timeout * 1e3)));\n", "", "run dist.timeout"),
-    Row("debug.dist", APPS, "world.set_verbose([[config.debug.dist]]);", "false",
+    Row("debug.dist", APPS, "world.watchdog().set_verbose([[config.debug.dist]]);", "false",
         "run debug.dist"),
 
     # What is said of speed, memory and waits.
