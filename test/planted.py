@@ -244,8 +244,6 @@ PLANTED = [bound_to_a_copy(*each) for each in NOWHERE] + [
     Row("a changed manifest is read", "dist/checkpoint",
         "if ([[seal.substr(kSealBegin.size()) == hex(hash_of(body.data(), std::ssize(body)))]]) return true;",
         "true", "random 31"),
-    Row("a gather writes what a save reads", FSDP, "void shards_changed() { [[shards_ready_ = {};]] }",
-        "shards_ready_ = ::tessera::current_stream().record();", "random 1"),
 ]
 
 
