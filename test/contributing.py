@@ -21,6 +21,10 @@ def main():
     if len(paths) < 30 or len(walks) < 10:
         failures.append("%d paths and %d steps of walks, expected at least 30 and 10" %
                         (len(paths), len(walks)))
+    with open(os.path.join(root, "README.md"), encoding="utf-8") as file:
+        num_lines = len(file.readlines())
+    if num_lines > 150:
+        failures.append("README.md: %d lines, expected at most 150 of a front page" % num_lines)
     for failure in failures:
         print(failure)
     print("%d paths, %d steps, %d failures" % (len(paths), len(walks), len(failures)))
