@@ -219,12 +219,12 @@ namespace {
 
 /// Of the parameters that `source` has.
 void load_values(const ParameterSource& source, nn::Module& model) {
-  const std::vector<std::string> names = source.names();
-  for (const std::string& name : names) {
+  const NoGrad no_grad;
+  std::vector<float> values;
+  for (const std::string& name : source.names()) {
     Tensor& tensor = model.parameter(name).tensor;
-    std::vector<float> values(static_cast<size_t>(tensor.numel()));
+    values.resize(static_cast<size_t>(tensor.numel()));
     source.read(name, 0, tensor.numel(), values.data());
-    NoGrad no_grad;
     tensor.copy_(from_values(std::span<const float>(values), tensor.shape()));
   }
 }
@@ -247,26 +247,26 @@ void add_adapter(SavedModel& saved, const std::string& adapter) {
 
 }  // namespace
 
-SavedModel load_model(const std::string& path, DType dtype, const std::string& adapter) {
-  const auto [state, config] = open_any_model(path);
-  SavedModel saved;
-  saved.config = config;
-  saved.path = state.path();
-  saved.home = state.home;
-  saved.step = state.step;
-  saved.tokenizer = tokenizer_of(saved.home);
-  const int64_t vocab_size = vocab_size_of(saved.config, state.home);
+SavedModel describe_model(const OpenedModel& opened, int64_t& vocab_size) {
+  const ModelState& state = opened.state;
+  SavedModel saved{.config = opened.config,
+                   .tokenizer = tokenizer_of(state.home),
+                   .model = nullptr,
+                   .path = state.path(),
+                   .home = state.home,
+                   .step = state.step};
+  vocab_size = vocab_size_of(saved.config, saved.home);
   check_shapes(state, saved.config, vocab_size);
+  return saved;
+}
+
+SavedModel load_model(const std::string& path, DType dtype, const std::string& adapter) {
+  const OpenedModel opened = open_any_model(path);
+  int64_t vocab_size = 0;
+  SavedModel saved = describe_model(opened, vocab_size);
   const nn::ParameterDtype of_parameters(dtype);
   saved.model = make_model(saved.config, vocab_size);
-  std::vector<float> values;
-  for (const nn::NamedParameter& p : saved.model->named_parameters()) {
-    Tensor& tensor = p.parameter->tensor;
-    values.resize(static_cast<size_t>(tensor.numel()));
-    state.parameters->read(p.name, 0, tensor.numel(), values.data());
-    NoGrad no_grad;
-    tensor.copy_(from_values(std::span<const float>(values), tensor.shape()));
-  }
+  load_values(*opened.state.parameters, *saved.model);
   if (!adapter.empty()) add_adapter(saved, adapter);
   saved.model->reset_buffers();
   return saved;

@@ -79,6 +79,9 @@ struct SavedModel {
   std::string home;  ///< where its tokenizer and chat template are
   int64_t step = 0;
 };
+/// All of it but the model, whose shapes in the state are checked (check_shapes); `vocab_size` is
+/// that of `make_model`.
+SavedModel describe_model(const OpenedModel& opened, int64_t& vocab_size);
 /// Of `open_any_model(path)`, with parameters of `dtype`, rounded to nearest, and the adapters in the
 /// directory `adapter`, unless it is empty (dist::PeftReader). CheckpointError if it is damaged;
 /// InputError that names file and tensor if something is missing, unexpected or of another shape;
