@@ -46,11 +46,7 @@ class ChatSession {
   ChatSession(SavedModel& saved, text::ChatTemplate chat_template, DrawOptions draw)
       : saved_(saved), template_(std::move(chat_template)), draw_(std::move(draw)) {
     context_ = saved.model->shape().context_length;
-    if (draw_.ignores_end) return;
-    std::vector<int32_t>& ends = draw_.generate.stop_tokens;
-    ends = end_tokens_of(saved.config);
-    const int32_t end = saved.tokenizer->id_of(template_.special_token("eos_token"));
-    if (end >= 0) ends.push_back(end);
+    draw_.set_ends(saved, &template_);
   }
 
   void reset() { turns_.clear(); }
@@ -72,15 +68,13 @@ class ChatSession {
     }
     nn::GenerateOptions options = draw_.generate;
     options.num_tokens = std::min(options.num_tokens, context_ - std::ssize(ids));
-    const std::vector<int32_t>& ends = options.stop_tokens;
-    TextStream stream(*saved_.tokenizer, ids, draw_.stops);
+    TextStream stream(*saved_.tokenizer, ids, draw_);
     std::string answer;
     const auto say = [&](const std::string& text) {
       answer += text;
       add(text);
     };
     options.on_token = [&](int64_t, int32_t token) {
-      if (std::find(ends.begin(), ends.end(), token) != ends.end()) return false;
       say(stream.add(token));
       return !stream.is_over() && !is_interrupted;
     };

@@ -136,6 +136,17 @@ TokenDocuments encode_chats(const ChatSource& source,
   return documents;
 }
 
+std::string left_out_text(int64_t num_long, int64_t limit, text::LongChats rule, int64_t num_empty,
+                          std::string_view why_empty) {
+  std::string text;
+  if (num_long > 0) {
+    text += fmt::format("; {} longer than model.context + 1 = {} tokens: {}", num_long, limit,
+                        rule == text::LongChats::kDrop ? "dropped" : "cut");
+  }
+  if (num_empty > 0) text += fmt::format("; {} left out, as {}", num_empty, why_empty);
+  return text;
+}
+
 std::string fit_chats(TokenDocuments& documents, const ChatSource& source, int64_t context,
                       text::LongChats rule) {
   // As many tokens as positions predict, and the first.
@@ -168,13 +179,7 @@ std::string fit_chats(TokenDocuments& documents, const ChatSource& source, int64
   std::string summary = fmt::format(
       "chats: {} conversations of {} files, {} of them trained on: {} tokens, {} learned", count,
       source.paths.size(), kept, num_tokens, learned);
-  if (num_long > 0) {
-    summary += fmt::format("; {} longer than model.context + 1 = {} tokens: {}", num_long, limit,
-                           drops ? "dropped" : "cut");
-  }
-  if (num_empty > 0) {
-    summary += fmt::format("; {} left out, as nothing of them is learned", num_empty);
-  }
+  summary += left_out_text(num_long, limit, rule, num_empty, "nothing of them is learned");
   if (kept == 0) {
     throw InputError(
         fmt::format("data.chat = {}: {}; expected at least one", shorten(source.name), summary));

@@ -71,11 +71,17 @@ ChatSource open_chats(const Config& config, const std::string& dir);
 TokenDocuments encode_chats(const ChatSource& source,
                             std::shared_ptr<const text::Tokenizer> tokenizer, int threads);
 
-/// Makes each of these fit into `context` positions (`fit`), and leaves out those that do not or of
-/// which nothing is learned. Gives the words for it: "chats: 120 conversations of 2 files, ...".
+/// Makes each of these fit into `context` positions, each of which predicts the next token: one of
+/// more than context + 1 tokens is cut to these, or left out. So is one of which nothing is learned,
+/// the first token, which nothing predicts, apart. Gives the words for it: "chats: 120 conversations of 2 files, ...".
 /// Errors   InputError if none is left
 std::string fit_chats(TokenDocuments& documents, const ChatSource& source, int64_t context,
                       text::LongChats rule);
+
+/// What follows in such a line: "; 3 longer than model.context + 1 = 65 tokens: cut; 1 left out, as
+/// nothing of them is learned". Nothing where all are whole.
+std::string left_out_text(int64_t num_long, int64_t limit, text::LongChats rule, int64_t num_empty,
+                          std::string_view why_empty);
 
 /// Where the files beside a tokenizer are, by the name or path of it; empty for byte.
 std::string folder_of_tokenizer(const std::string& name);

@@ -190,17 +190,30 @@ void add_chat_template(const std::string& home, std::map<std::string, std::strin
   if (fs::exists(path, ignored)) files[kName] = read_regular_file(path, kMaxNbytes);
 }
 
+/// What goes with the weights of a state that has a tokenizer: its files, for transformers or as a run
+/// has them, with the chat template. Empty without one.
+std::map<std::string, std::string> tokenizer_files(const std::string& home, bool is_hf) {
+  const std::string path = home + "/tokenizer.json";
+  std::error_code ignored;
+  if (!fs::exists(path, ignored)) return {};
+  const auto tokenizer = text::load_tokenizer(path);
+  std::map<std::string, std::string> files = is_hf ? tokenizer->hf_files() : tokenizer->files();
+  add_chat_template(home, files);
+  return files;
+}
+
+/// The model of a state, without values.
+std::unique_ptr<nn::LanguageModel> shapes_of(const ModelState& state, const Config& config) {
+  const nn::DeferredInit deferred;
+  return make_model(config, vocab_size_of(config, state.home));
+}
+
 /// The adapters alone, as peft has them.
 void export_adapters(const ModelState& state, const Config& config, nn::Module& model,
                      const std::string& target, const ExportOptions& options) {
   dist::PeftWriteOptions peft{
       .lora = config.lora.options, .base = config.model.source, .dtype = options.hf.dtype};
-  const std::string tokenizer = state.home + "/tokenizer.json";
-  std::error_code ignored;
-  if (fs::exists(tokenizer, ignored)) {
-    peft.files = text::load_tokenizer(tokenizer)->hf_files();
-    add_chat_template(state.home, peft.files);
-  }
+  peft.files = tokenizer_files(state.home, /*is_hf=*/true);
   dist::write_peft(target, model, *state.parameters, peft);
 }
 
@@ -212,21 +225,15 @@ void export_hf(const ModelState& state, const std::string& target, const ExportO
         "{}: has the model that this one was made from (model.from), expected another directory",
         target));
   }
-  std::unique_ptr<nn::LanguageModel> model;
-  {
-    const nn::DeferredInit deferred;
-    model = make_model(config, vocab_size_of(config, state.home));
-  }
+  const std::unique_ptr<nn::LanguageModel> model = shapes_of(state, config);
   if (config.lora.is_on() && !options.merges) {
     return export_adapters(state, config, *model, target, options);
   }
   dist::HfWriteOptions hf = options.hf;
   hf.token_ids = {parse_ids(config.model.bos_ids), parse_ids(config.model.eos_ids),
                   parse_ids(config.model.pad_ids)};
-  const std::string tokenizer = state.home + "/tokenizer.json";
-  std::error_code ignored;
-  const bool has_tokenizer = fs::exists(tokenizer, ignored);
-  if (has_tokenizer) hf.files = text::load_tokenizer(tokenizer)->hf_files();
+  hf.files = tokenizer_files(state.home, /*is_hf=*/true);
+  const bool has_tokenizer = !hf.files.empty();
   if (!config.model.source.empty()) {
     for (const auto& [name, content] :
          files_of_source(config.model.source, hf.token_ids, has_tokenizer)) {
@@ -239,7 +246,6 @@ void export_hf(const ModelState& state, const std::string& target, const ExportO
     g->second = nn::hf_generation_json(hf.token_ids, /*changes_ids=*/true,
                                        state.home + "/" + g->first, g->second);
   }
-  if (has_tokenizer) add_chat_template(state.home, hf.files);
   dist::HfWriter writer(target, nn::hf_config_of(*model), hf);
   if (!config.lora.is_on()) return copy_parameters(*state.parameters, writer);
   copy_parameters(dist::MergedSource(*state.parameters, *model), writer);
@@ -253,10 +259,7 @@ void export_tessera(const ModelState& state, const std::string& target, bool mer
   std::optional<dist::MergedSource> merged;
   if (merges) {
     Config config = state.parse();
-    {
-      const nn::DeferredInit deferred;
-      model = make_model(config, vocab_size_of(config, state.home));
-    }
+    model = shapes_of(state, config);
     source = &merged.emplace(*source, *model);
     config.lora = {};
     text = dump_config(config);
@@ -266,12 +269,8 @@ void export_tessera(const ModelState& state, const std::string& target, bool mer
                            {{"format", "tessera"}, {"step", std::to_string(state.step)}});
   copy_parameters(*source, writer);
   if (!text.empty()) write_durably(place.path() + "/config.toml", text);
-  const std::string tokenizer = state.home + "/tokenizer.json";
-  std::error_code ignored;
-  if (fs::exists(tokenizer, ignored)) {
-    std::map<std::string, std::string> files = text::load_tokenizer(tokenizer)->files();
-    add_chat_template(state.home, files);
-    for (const auto& [name, content] : files) write_durably(place.path() + "/" + name, content);
+  for (const auto& [name, content] : tokenizer_files(state.home, /*is_hf=*/false)) {
+    write_durably(place.path() + "/" + name, content);
   }
   place.commit();
 }

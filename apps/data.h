@@ -86,6 +86,8 @@ struct Data {
   std::shared_ptr<const PreferencePairs> pairs;  ///< of data.preference; train has their tokens too
   std::string chats;          ///< of data.chat, for the log: how many there are and are trained on
   std::string chat_template;  ///< data.chat_template, which goes with the model; or empty
+  /// Validation is of rows of the same data, which train has all of.
+  bool is_split_by_rows() const { return sources != nullptr || pairs != nullptr; }
   text::DocumentTokens document_tokens;  ///< around documents of texts, for data.document_tokens
   int64_t vocab_size = 0;                ///< model.vocab, or the tokenizer's size
 };

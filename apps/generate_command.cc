@@ -54,11 +54,9 @@ void generate_one(SavedModel& saved, const std::vector<int32_t>& ids, GenerateCo
     if (prints) print_out(is_shown ? shown.add(text) : text);
   };
   if (!command.is_chat) add(command.prompt);
-  TextStream stream(*saved.tokenizer, ids, command.draw.stops);
+  TextStream stream(*saved.tokenizer, ids, command.draw);
   nn::GenerateOptions& options = command.draw.generate;
-  const std::vector<int32_t> ends = options.stop_tokens;
   options.on_token = [&](int64_t, int32_t token) {
-    if (std::find(ends.begin(), ends.end(), token) != ends.end()) return false;
     add(stream.add(token));
     return !stream.is_over();
   };
@@ -73,14 +71,12 @@ void generate_all(SavedModel& saved, const std::vector<std::string>& lines,
                   bool prints) {
   std::vector<TextStream> streams;
   for (const std::vector<int32_t>& ids : prompts) {
-    streams.emplace_back(*saved.tokenizer, ids, command.draw.stops);
+    streams.emplace_back(*saved.tokenizer, ids, command.draw);
   }
   std::vector<std::string> texts(prompts.size());
   nn::GenerateOptions& options = command.draw.generate;
-  const std::vector<int32_t> ends = options.stop_tokens;
   options.on_token = [&](int64_t prompt, int32_t token) {
     const auto i = static_cast<size_t>(prompt);
-    if (std::find(ends.begin(), ends.end(), token) != ends.end()) return false;
     texts[i] += streams[i].add(token);
     return !streams[i].is_over();
   };
@@ -129,14 +125,9 @@ int generate_command(const std::vector<std::string>& arguments, dist::World& wor
   std::vector<std::vector<int32_t>> prompts;
   world.control().verdict([&] {
     saved = command.model.load();
-    std::vector<int32_t>& ends = command.draw.generate.stop_tokens;
-    if (!command.draw.ignores_end) ends = end_tokens_of(saved.config);
     std::optional<text::ChatTemplate> chat;
-    if (command.is_chat) {
-      chat = text::load_chat_template(saved.home);
-      const int32_t end = saved.tokenizer->id_of(chat->special_token("eos_token"));
-      if (end >= 0 && !command.draw.ignores_end) ends.push_back(end);
-    }
+    if (command.is_chat) chat = text::load_chat_template(saved.home);
+    command.draw.set_ends(saved, chat ? &*chat : nullptr);
     lines = command.prompts.empty() ? std::vector{command.prompt} : read_lines(command.prompts);
     for (const std::string& line : lines) {
       prompts.push_back(encode_prompt(saved, chat ? &*chat : nullptr, line));

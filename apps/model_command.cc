@@ -1,5 +1,6 @@
 #include "apps/model_command.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <cmath>
 #include <cstdio>
@@ -7,10 +8,18 @@
 
 #include "apps/options.h"
 #include "apps/run_dir.h"
-#include "core/autograd.h"
 #include "core/log.h"
+#include "dist/checkpoint/state.h"
 
 namespace tessera::apps {
+namespace {
+
+void check_tokenizer(const SavedModel& saved, const std::string& path) {
+  if (saved.tokenizer != nullptr) return;
+  throw InputError(fmt::format("{}: no tokenizer.json, expected a model trained on text", path));
+}
+
+}  // namespace
 
 void print_out(const std::string& text) {
   if (std::fwrite(text.data(), 1, text.size(), stdout) != text.size() || std::fflush(stdout) != 0) {
@@ -44,10 +53,7 @@ std::shared_ptr<Context> ModelOptions::make_context(dist::World& world) const {
 
 SavedModel ModelOptions::load() const {
   SavedModel saved = load_model(checkpoint, param_dtype(), adapter);
-  if (saved.tokenizer == nullptr) {
-    throw InputError(
-        fmt::format("{}: no tokenizer.json, expected a model trained on text", checkpoint));
-  }
+  check_tokenizer(saved, checkpoint);
   return saved;
 }
 
@@ -86,6 +92,14 @@ void DrawOptions::check() const {
   }
 }
 
+void DrawOptions::set_ends(const SavedModel& saved, const text::ChatTemplate* chat) {
+  if (ignores_end) return;
+  generate.stop_tokens = end_tokens_of(saved.config);
+  if (chat == nullptr) return;
+  const int32_t end = saved.tokenizer->id_of(chat->special_token("eos_token"));
+  if (end >= 0) generate.stop_tokens.push_back(end);
+}
+
 void log_model(const SavedModel& saved, const std::string& checkpoint) {
   const std::string run = describe_unfinished(checkpoint);
   log_info("parameters of step {} of {}{}", saved.step, saved.path,
@@ -93,10 +107,12 @@ void log_model(const SavedModel& saved, const std::string& checkpoint) {
 }
 
 TextStream::TextStream(const text::Tokenizer& tokenizer, const std::vector<int32_t>& before,
-                       std::vector<std::string> stops)
-    : decoder_(tokenizer, before), stops_(std::move(stops)) {}
+                       const DrawOptions& draw)
+    : decoder_(tokenizer, before), stops_(draw.stops), ends_(draw.generate.stop_tokens) {}
 
 std::string TextStream::add(int32_t token) {
+  is_ended_ = std::find(ends_.begin(), ends_.end(), token) != ends_.end();
+  if (is_ended_) return "";
   return stops_.add(decoder_.add(token));
 }
 
@@ -112,16 +128,9 @@ ShardedModel load_sharded(const std::string& path, DType dtype, dist::World& wor
   OpenedModel opened;
   world.control().verdict([&] {
     opened = open_any_model(path);
-    const ModelState& state = opened.state;
-    saved.config = opened.config;
-    saved.path = state.path(), saved.home = state.home, saved.step = state.step;
-    saved.tokenizer = tokenizer_of(saved.home);
-    if (saved.tokenizer == nullptr) {
-      throw InputError(
-          fmt::format("{}: no tokenizer.json, expected a model trained on text", path));
-    }
-    const int64_t vocab_size = vocab_size_of(saved.config, saved.home);
-    check_shapes(state, saved.config, vocab_size);
+    int64_t vocab_size = 0;
+    saved = describe_model(opened, vocab_size);
+    check_tokenizer(saved, path);
     const nn::DeferredInit deferred;
     saved.model = make_model(saved.config, vocab_size);
     // Nothing is trained: no gradients, no optimizer's f32 values.
@@ -132,15 +141,7 @@ ShardedModel load_sharded(const std::string& path, DType dtype, dist::World& wor
   dist::FsdpOptions fsdp;
   fsdp.precision.param_dtype = dtype;
   sharded.fsdp = dist::fully_shard(*saved.model, world, fsdp);
-  world.control().verdict([&] {
-    std::vector<float> values;
-    sharded.fsdp->load_full([&](const std::string& name) {
-      const Shape shape = opened.state.parameters->shape_of(name);
-      values.resize(static_cast<size_t>(shape.numel()));
-      opened.state.parameters->read(name, 0, shape.numel(), values.data());
-      return from_values(std::span<const float>(values), shape);
-    });
-  });
+  dist::load_parameters(*opened.state.parameters, *sharded.fsdp, *saved.model);
   return sharded;
 }
 

@@ -6,6 +6,7 @@
 
 #include "apps/command_line.h"
 #include "apps/saved_model.h"
+#include "apps/text/chat.h"
 #include "apps/text/stop_strings.h"
 #include "core/runtime/context.h"
 #include "dist/comm/world.h"
@@ -43,28 +44,30 @@ struct DrawOptions {
   void add_to(CommandLine& app);
   /// ConfigError for what a range does not see.
   void check() const;
+  /// The tokens that end a text of the model, or an answer in its chat template (null: none).
+  void set_ends(const SavedModel& saved, const text::ChatTemplate* chat);
 };
 
 /// "parameters of step 10 of out/model.safetensors", as a line on stderr.
 void log_model(const SavedModel& saved, const std::string& checkpoint);
 
-/// The text of generated tokens as they come, up to a stop string, for standard output: on a
-/// terminal no model acts by what it says.
+/// The text of generated tokens as they come, up to a token that ends it or a stop string.
 class TextStream {
  public:
   TextStream(const text::Tokenizer& tokenizer, const std::vector<int32_t>& before,
-             std::vector<std::string> stops);
+             const DrawOptions& draw);
 
   /// What the token adds to the text.
   std::string add(int32_t token);
   /// What is left.
   std::string finish();
-  /// A stop string has come: the text is over.
-  bool is_over() const { return stops_.is_found(); }
+  bool is_over() const { return is_ended_ || stops_.is_found(); }
 
  private:
   text::StreamDecoder decoder_;
   text::StopStrings stops_;
+  std::vector<int32_t> ends_;
+  bool is_ended_ = false;
 };
 
 /// A model that is only run, its parameters sharded over the ranks.
@@ -72,7 +75,7 @@ struct ShardedModel {
   SavedModel saved;  ///< its `model` is sharded
   std::unique_ptr<dist::Fsdp> fsdp;
 };
-/// As `load_model`, but no rank holds more of the model than its shards and one tensor. Collective;
+/// As `load_model`, but no rank reads or holds more of the model than its shards. Collective;
 /// without a tokenizer InputError.
 ShardedModel load_sharded(const std::string& path, DType dtype, dist::World& world);
 /// What stands before a text: the token that begins one, else one that ends one; -1 without them.

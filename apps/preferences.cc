@@ -150,14 +150,8 @@ LoadedPreferences load_preferences(const Config& config,
   loaded.summary = fmt::format(
       "pairs: {} of {} files, {} of them trained on: {} tokens, {} of answers", count, paths.size(),
       pairs->count(), ids.size(), std::count(is_target.begin(), is_target.end(), 1));
-  if (num_long > 0) {
-    loaded.summary +=
-        fmt::format("; {} longer than model.context + 1 = {} tokens: {}", num_long, limit,
-                    d.long_chats == text::LongChats::kDrop ? "dropped" : "cut");
-  }
-  if (num_empty > 0) {
-    loaded.summary += fmt::format("; {} left out, as nothing is left of an answer", num_empty);
-  }
+  loaded.summary +=
+      left_out_text(num_long, limit, d.long_chats, num_empty, "nothing is left of an answer");
   if (ids.empty()) {
     throw InputError(fmt::format("data.preference = {}: {}; expected at least one",
                                  shorten(d.preference), loaded.summary));
@@ -369,10 +363,12 @@ std::string reference_identity(const Config& config) {
 
 std::shared_ptr<const std::vector<float>> find_references(
     nn::LanguageModel& model, dist::Fsdp& fsdp, dist::World& world, const PreferencePairs& pairs,
-    const SampleOptions& options, int64_t micro_batch, const std::string& path, uint64_t key) {
+    const SampleOptions& options, int64_t micro_batch, const std::string& path, uint64_t key,
+    const std::function<void()>& load) {
   const int64_t count = 2 * pairs.count();
   std::shared_ptr<std::vector<float>> kept = read_references(path, key, count);
   if (world.control().min(kept != nullptr ? 1 : 0) == 1) return kept;
+  load();
   const NoGrad no_grad;
   model.train(false);
   const int64_t B = micro_batch, ranks = world.world_size();

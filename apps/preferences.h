@@ -1,5 +1,6 @@
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -31,7 +32,7 @@ struct LoadedPreferences {
   std::string summary;  ///< "pairs: 120 of 2 files, ...": how many were cut or left out
 };
 
-/// What data.preference names, as `load_chats`. A sequence of more than model.context + 1 tokens is cut
+/// What data.preference names, as `open_chats`. A sequence of more than model.context + 1 tokens is cut
 /// to these, or its pair is left out (data.long_chats); so is a pair of which an answer has no token left.
 /// Errors   InputError with file and row as parse_preference, ChatTemplate::render and tokenize, if no
 ///          pair is left, and without a chat template
@@ -96,12 +97,14 @@ StepMetrics::Rewards mean_rewards(const std::vector<HostCopy>& mine, int64_t mic
 /// the seed; settings of the model; the dtype that computes.
 std::string reference_identity(const Config& config);
 
-/// Log-probabilities of all sequences under the model as it is now, by micro-batches of `micro_batch`
-/// pairs in the order of the data, dealt to ranks: the same on any number of them. Read from `path`
-/// if what is there has been computed for the same `key`, else kept there. Collective.
+/// Log-probabilities of all sequences under the model as it is after `load`, by micro-batches of
+/// `micro_batch` pairs in the order of the data, dealt to ranks: the same on any number of them. Read
+/// from `path`, without `load`, if what is there has been computed for the same `key`, else kept
+/// there. Collective, and so may `load` be.
 /// Errors   IoError if the file cannot be written
 std::shared_ptr<const std::vector<float>> find_references(
     nn::LanguageModel& model, dist::Fsdp& fsdp, dist::World& world, const PreferencePairs& pairs,
-    const SampleOptions& options, int64_t micro_batch, const std::string& path, uint64_t key);
+    const SampleOptions& options, int64_t micro_batch, const std::string& path, uint64_t key,
+    const std::function<void()>& load);
 
 }  // namespace tessera::apps

@@ -187,7 +187,7 @@ class Trainer {
   void write_trace();
   void initialize_parameters();
   void find_preference_references();
-  LossSum loss_of(const Batch& batch);
+  std::optional<double> validate();
 
   Config config_;
   dist::World& world_;
@@ -251,32 +251,37 @@ void Trainer::find_preference_references() {
   for (const std::string& part : {data_id_, from, reference_identity(config_)}) {
     key.update(part.c_str(), std::ssize(part) + 1);
   }
-  const auto find = [&] {
-    return find_references(*model_, *fsdp_, world_, *data_.pairs, sample_options(config_, data_),
-                           config_.train.micro_batch, path, key.digest());
+  bool is_loaded = false;
+  const auto load = [&] {
+    if (from.empty()) return;
+    is_loaded = true;
+    std::optional<dist::HfReader> reader;
+    world_.control().verdict([&] { reader.emplace(from); });
+    dist::load_parameters(*reader, *fsdp_, *model_, is_of_base);
   };
   std::shared_ptr<const std::vector<float>> references;
   {
     // The reference of adapters is the model without them.
     std::optional<nn::LoraOff> off;
     if (config_.lora.is_on()) off.emplace();
-    if (!from.empty()) {
-      std::optional<dist::HfReader> reader;
-      world_.control().verdict([&] { reader.emplace(from); });
-      dist::load_parameters(*reader, *fsdp_, *model_, is_of_base);
-    }
-    references = find();
+    references =
+        find_references(*model_, *fsdp_, world_, *data_.pairs, sample_options(config_, data_),
+                        config_.train.micro_batch, path, key.digest(), load);
   }
-  if (!from.empty()) initialize_parameters();
+  if (is_loaded) initialize_parameters();
   for (const auto& samples : {samples_.get(), eval_samples_.get()}) {
     dynamic_cast<PreferenceSamples&>(*samples).set_references(references);
   }
 }
 
-/// Of validation.
-LossSum Trainer::loss_of(const Batch& batch) {
-  if (data_.pairs != nullptr) return preference_loss(*model_, batch, config_.dpo).loss;
-  return batch_loss(*model_, batch);
+/// The loss of validation; nothing if the run is to end first.
+std::optional<double> Trainer::validate() {
+  const auto loss_of = [this](const Batch& batch) {
+    if (data_.pairs != nullptr) return preference_loss(*model_, batch, config_.dpo).loss;
+    return batch_loss(*model_, batch);
+  };
+  return evaluate(*model_, *fsdp_, world_, *eval_samples_, config_.train, loss_of,
+                  is_preemption_requested);
 }
 
 /// By the seed, or the values of `model.from` and `lora.from`.
@@ -312,12 +317,11 @@ Trainer::Trainer(const Config& config, dist::World& world, Data data, RunSamples
       guard_(config.guard) {
   world_.control().verdict([&] {
     check_tokens();
-    const bool is_split_by_rows = data_.sources != nullptr || data_.pairs != nullptr;
     data_id_ = fingerprint(data_.train);
-    if (is_split_by_rows) {
+    if (data_.is_split_by_rows()) {
       data_id_ += fmt::format(", {} for validation", config_.data.val_fraction);
     }
-    val_id_ = validation_id(is_split_by_rows ? data_.train : data_.val, config_);
+    val_id_ = validation_id(data_.is_split_by_rows() ? data_.train : data_.val, config_);
     count_batches();
     const nn::DeferredInit deferred;
     model_ = make_model(config_, data_.vocab_size);
@@ -528,14 +532,14 @@ void Trainer::describe() {
         shorten(data_.tokenizer->token(marks.begin)), shorten(data_.tokenizer->token(marks.end))));
   }
   if (d.val_tokens.empty() && d.val_fraction > 0 && d.val_split == ValSplit::kTail &&
-      data_.sources == nullptr && data_.pairs == nullptr) {
+      !data_.is_split_by_rows()) {
     log_->print(fmt::format(
         "validation: the last {:g} % of the data, which may differ from the rest of it; "
         "--data.val_split=interleave takes pieces from all over",
         d.val_fraction * 100));
   }
   if (const std::string skipped = short_shards(data_.train, config_.model.context);
-      !skipped.empty() && data_.sources == nullptr && data_.pairs == nullptr) {
+      !skipped.empty() && !data_.is_split_by_rows()) {
     log_warning("{}", skipped);
   }
   const bool is_cuda = Context::current()->device().type == DeviceType::kCuda;
@@ -849,9 +853,7 @@ void Trainer::finish(bool evaluates, bool is_end) {
   }
   if (evaluates && !is_rewind_due_) {
     try {
-      m.val_loss = evaluate(
-          *model_, *fsdp_, world_, *eval_samples_, config_.train,
-          [this](const Batch& batch) { return loss_of(batch); }, is_preemption_requested);
+      m.val_loss = validate();
     } catch (...) {
       log(m);
       throw;
@@ -898,9 +900,7 @@ void Trainer::write_log(const std::function<void()>& write) {
 /// Of a run that had ended before it was evaluated.
 void Trainer::evaluate_end() {
   if (eval_samples_->num_samples() == 0 || !token_check_->finish(is_preemption_requested)) return;
-  val_loss_ = evaluate(
-      *model_, *fsdp_, world_, *eval_samples_, config_.train,
-      [this](const Batch& batch) { return loss_of(batch); }, is_preemption_requested);
+  val_loss_ = validate();
   if (!val_loss_) return;
   if (!best_val_loss_ || *val_loss_ < *best_val_loss_) best_val_loss_ = val_loss_;
   result_.val_loss = val_loss_;

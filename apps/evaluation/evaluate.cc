@@ -159,42 +159,24 @@ std::vector<ItemResult> gather_items(const std::vector<ItemResult>& mine, size_t
   return all;
 }
 
-/// An error of one rank is told when all have made their forwards: the others wait for nobody.
-class Verdict {
- public:
-  template <class F>
-  bool run(F&& f) {
-    if (error_) return false;
-    try {
-      f();
-      return true;
-    } catch (const InputError& error) {
-      error_ = error;
-      return false;
-    }
-  }
-  void tell(dist::World& world) { world.control().verdict(error_ ? &*error_ : nullptr); }
-
- private:
-  std::optional<InputError> error_;
-};
-
 std::vector<ItemResult> score_items(const EvalTask& task, nn::LanguageModel& model,
                                     const Encoding& encoding, dist::World& world,
                                     EvalProgress& progress) {
-  Scorer scorer(model);
-  std::vector<ItemResult> mine;
   const auto num_items = std::ssize(task.items);
   const int64_t ranks = world.world_size();
-  Verdict verdict;
   // What a rank cannot take it says before anybody has waited for it.
-  for (int64_t i = world.rank(); i < num_items; i += ranks) {
-    const EvalItem& item = task.items[static_cast<size_t>(i)];
-    verdict.run([&] {
-      for (const Continuation& c : item.continuations) encoding.continuation(item, c);
-    });
-  }
-  verdict.tell(world);
+  std::vector<std::vector<ScoredTokens>> sequences_of;  // this rank's items
+  world.control().verdict([&] {
+    for (int64_t i = world.rank(); i < num_items; i += ranks) {
+      const EvalItem& item = task.items[static_cast<size_t>(i)];
+      std::vector<ScoredTokens>& sequences = sequences_of.emplace_back();
+      for (const Continuation& c : item.continuations) {
+        sequences.push_back(encoding.continuation(item, c));
+      }
+    }
+  });
+  Scorer scorer(model);
+  std::vector<ItemResult> mine;
   for (int64_t begin = 0; begin < num_items; begin += ranks) {
     const int64_t index = begin + world.rank();
     if (index >= num_items) {
@@ -202,10 +184,7 @@ std::vector<ItemResult> score_items(const EvalTask& task, nn::LanguageModel& mod
       continue;
     }
     const EvalItem& item = task.items[static_cast<size_t>(index)];
-    std::vector<ScoredTokens> sequences;
-    for (const Continuation& c : item.continuations) {
-      sequences.push_back(encoding.continuation(item, c));
-    }
+    const std::vector<ScoredTokens>& sequences = sequences_of[mine.size()];
     const std::vector<TokensScore> scores = scorer.score(sequences);
     ItemResult result;
     for (size_t i = 0; i < scores.size(); ++i) {
