@@ -172,6 +172,16 @@ int64_t Golden::num_valid(int64_t step) const {
   return static_cast<int64_t>(row.size()) - std::count(row.begin(), row.end(), -100);
 }
 
+Tensor rows_of(const nlohmann::json& rows) {
+  std::vector<int32_t> values;
+  for (const auto& row : rows) {
+    for (const auto& value : row) values.push_back(value);
+  }
+  const auto num_rows = static_cast<int64_t>(rows.size());
+  return from_values(std::span<const int32_t>(values),
+                     {num_rows, static_cast<int64_t>(values.size()) / num_rows});
+}
+
 std::string golden_dir() {
   return TESSERA_GOLDEN_DIR;
 }

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <memory>
+#include <nlohmann/json_fwd.hpp>
 #include <string>
 #include <variant>
 #include <vector>
@@ -58,6 +59,9 @@ std::vector<double> uniform(const std::string& name, int64_t numel);
 
 /// The folder in the source tree.
 std::string golden_dir();
+
+/// The integers of rows of the same length, i32 [rows, length].
+Tensor rows_of(const nlohmann::json& rows);
 
 /// Reads a case ("gpt2", "llama", "qwen") from the folder of the source tree.
 Golden load_golden(const std::string& name);

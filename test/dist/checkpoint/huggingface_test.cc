@@ -46,17 +46,6 @@ std::string folder(const std::string& family) {
   return testing::golden_dir() + "/hf/" + family;
 }
 
-/// The integers of rows of the same length.
-Tensor rows_of(const nlohmann::json& rows) {
-  std::vector<int32_t> values;
-  for (const auto& row : rows) {
-    for (const auto& value : row) values.push_back(value);
-  }
-  const auto num_rows = static_cast<int64_t>(rows.size());
-  return from_values(std::span<const int32_t>(values),
-                     {num_rows, static_cast<int64_t>(values.size()) / num_rows});
-}
-
 struct Logits {
   Tensor ids_BT;
   std::vector<double> values;
@@ -65,8 +54,9 @@ struct Logits {
 
 Logits golden_logits(const std::string& family) {
   const auto object = nlohmann::json::parse(read_file(folder(family) + "/logits.json"));
-  Logits golden{rows_of(object["ids"]), object["logits"]};
-  if (object.contains("token_types")) golden.options.token_types = rows_of(object["token_types"]);
+  Logits golden{testing::rows_of(object["ids"]), object["logits"]};
+  if (object.contains("token_types"))
+    golden.options.token_types = testing::rows_of(object["token_types"]);
   return golden;
 }
 
@@ -144,7 +134,7 @@ TEST_CASE("huggingface: encoders give transformers' loss and gradients of masked
     run_ranks(1, [&](World& world) {
       const Logits golden = golden_logits(family);
       Loaded loaded(folder(family), world, whole());
-      const Tensor targets_BT = rows_of(object["targets"]);
+      const Tensor targets_BT = testing::rows_of(object["targets"]);
       const LossSum loss = loaded.model->loss(golden.ids_BT, targets_BT, golden.options);
       const double count = loss.count.item();
       const double mine = loss.sum.item() / count, theirs = object["loss"].get<double>();
@@ -185,7 +175,7 @@ TEST_CASE("huggingface: a BertModel gives transformers' hidden states and pooled
       Loaded loaded(from, world, whole());
       const NoGrad no_grad;
       nn::ForwardOptions options;
-      options.token_types = rows_of(object["token_types"]);
+      options.token_types = testing::rows_of(object["token_types"]);
       auto& bert = dynamic_cast<nn::Bert&>(*loaded.model);
       // One call, so that the pooler is gathered with the rest.
       std::vector<double> hidden, pooled;
@@ -198,7 +188,7 @@ TEST_CASE("huggingface: a BertModel gives transformers' hidden states and pooled
             pooled = out_BC.to_vector();
             return out_BC;
           },
-          rows_of(object["ids"]));
+          testing::rows_of(object["ids"]));
       loaded.fsdp->end_forward();
       check_close(hidden, object["hidden"].get<std::vector<double>>(), kTolerance, "hidden");
       check_close(pooled, object["pooled"].get<std::vector<double>>(), kTolerance, "pooled");
@@ -311,7 +301,8 @@ TEST_CASE("huggingface: hidden states of texts into a folder", "[.hf-hidden]") {
     const NoGrad no_grad;
     nlohmann::json all = nlohmann::json::array();
     for (const auto& ids : texts) {
-      all.push_back(nn::call(*loaded.model, rows_of(nlohmann::json::array({ids}))).to_vector());
+      all.push_back(
+          nn::call(*loaded.model, testing::rows_of(nlohmann::json::array({ids}))).to_vector());
       loaded.fsdp->end_forward();
     }
     std::ofstream(std::string(dir) + "/hidden.json") << all;

@@ -39,16 +39,6 @@ std::string adapter_of(const std::string& family) {
   return golden_dir() + "/lora/" + family;
 }
 
-Tensor rows_of(const json& rows) {
-  std::vector<int32_t> values;
-  for (const auto& row : rows) {
-    for (const auto& value : row) values.push_back(value);
-  }
-  const auto num_rows = static_cast<int64_t>(rows.size());
-  return from_values(std::span<const int32_t>(values),
-                     {num_rows, static_cast<int64_t>(values.size()) / num_rows});
-}
-
 /// Full values by name.
 class Values final : public ParameterSource {
  public:

@@ -325,19 +325,7 @@ TEST_CASE("coded: a 7B model with adapters of rank 16 has less than 6 GB of stat
 }
 
 TEST_CASE("coded: memory is what is said of it, under every strategy", "[fsdp]") {
-  for (const int world_size : {1, 2, 4}) {
-    for (auto [what, run] : memory_cases(world_size)) {
-      make_qlora(run);
-      std::vector<std::string> problems(static_cast<size_t>(world_size));
-      dist::LocalOptions local;
-      local.context.poison = false;
-      dist::run_ranks(world_size, local, [&, r = &run](dist::World& world) {
-        problems[static_cast<size_t>(world.rank())] = memory_problem(world, *r);
-      });
-      INFO(fmt::format("{} ranks, {}", world_size, what));
-      for (const std::string& problem : problems) CHECK(problem == "");
-    }
-  }
+  check_memory_cases(make_qlora);
 }
 
 /// Bytes that advice says a setting saves; -1: it does not name it.

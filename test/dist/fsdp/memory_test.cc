@@ -16,18 +16,7 @@ namespace {
 using dist::Strategy;
 
 TEST_CASE("fsdp memory: what is said is what the allocator sees, under every strategy", "[fsdp]") {
-  for (const int world_size : {1, 2, 4}) {
-    for (const auto& [what, run] : memory_cases(world_size)) {
-      std::vector<std::string> problems(static_cast<size_t>(world_size));
-      dist::LocalOptions local;
-      local.context.poison = false;
-      dist::run_ranks(world_size, local, [&, r = &run](dist::World& world) {
-        problems[static_cast<size_t>(world.rank())] = memory_problem(world, *r);
-      });
-      INFO(fmt::format("{} ranks, {}", world_size, what));
-      for (const std::string& problem : problems) CHECK(problem == "");
-    }
-  }
+  check_memory_cases();
 }
 
 TEST_CASE("fsdp memory: parts, no_sync's gradients and reproducible sums are in it", "[fsdp]") {
