@@ -159,6 +159,12 @@ class Case:
                 keys["precision.reduce_dtype"] = precision
             if precision == "bf16" and d.maybe(0.3):
                 keys["optim.stochastic_rounding"] = "true"
+        more = self.tuning(keys)
+        if "data.chat_template" in more:
+            self.is_text = True
+            for name in ("data.text", "data.tokens", "model.vocab"):
+                keys.pop(name, None)
+        keys |= more
         # Sums are the same under every strategy where gradients travel at the same times; what
         # shards nothing on one rank leaves that choice to itself.
         self.sync = d.choice(["true", "false"])
@@ -168,6 +174,45 @@ class Case:
             keys["train.global_batch"] = keys["train.micro_batch"] * 4 * self.accum
             del keys["train.grad_accum_steps"]
         return keys
+
+    def tuning(self, keys):
+        """Adapters on a frozen base, 4-bit or not, other optimizers, and data that fine-tuning has. Drawn
+        apart, so that a number keeps what it had before there were these."""
+        d = Draw(f"tuning {self.number}")
+        more = {}
+        if d.maybe(0.25):
+            more |= {"lora.targets": d.choice(["all-linear", "q_proj,v_proj"] if
+                                              keys["model.kind"] == "llama" else ["all-linear"]),
+                     "lora.rank": d.choice([1, 2, 5]), "lora.alpha": 4.0,
+                     "lora.rslora": str(d.maybe()).lower()}
+            if d.maybe(0.3):
+                more["lora.dropout"] = 0.2
+            if d.maybe(0.5):
+                more["model.quantize"] = "nf4"
+        if d.maybe(0.25):
+            more["optim.name"] = d.choice(["adamw_8bit", "adafactor", "muon"])
+        if d.maybe(0.25) and "data.separator" not in keys:
+            more |= self.chats(d, d.maybe())
+        return more
+
+    def chats(self, d, are_pairs):
+        """Conversations, or pairs of answers, in bytes; replaces the texts."""
+        def words(n):
+            return " ".join(d.choice(["yes", "no", "so", "it", "is"]) for _ in range(d.randint(1, n)))
+        path = os.path.join(self.dir, "chats.jsonl")
+        with open(path, "w") as file:
+            for _ in range(d.randint(40, 90)):
+                row = {"prompt": [{"role": "user", "content": words(2)}]}
+                names = ["chosen", "rejected"] if are_pairs else ["completion"]
+                row |= {name: [{"role": "assistant", "content": words(3)}] for name in names}
+                file.write(json.dumps(row) + "\n")
+        template = os.path.join(self.dir, "chat.jinja")
+        with open(template, "w") as file:
+            file.write("{% for m in messages %}{{ m.role[0] }}{% if m.role == 'assistant' %}{% generation %}"
+                       "{{ m.content }}~{% endgeneration %}{% else %}{{ m.content }}~{% endif %}"
+                       "{% endfor %}{% if add_generation_prompt %}a{% endif %}")
+        return {"data.preference" if are_pairs else "data.chat": path, "data.chat_template": template,
+                "model.context": 40, "data.tokenizer": "byte"}
 
     def documents(self, d, words):
         """Texts in several files, as documents, some with a tokenizer of Hugging Face's kind."""
@@ -527,13 +572,19 @@ class Case:
         for form in ("hf", "tessera"):
             target = os.path.join(self.dir, form)
             arguments = ["export", out, target] + (["--format=tessera"] if form == "tessera" else [])
+            weights = "model.safetensors"
+            if form == "hf" and "lora.targets" in self.problem:
+                if self.draw.maybe():
+                    arguments.append("--merge")
+                else:
+                    weights = "adapter_model.safetensors"
             code, text = self.tool("tessera-checkpoint", *arguments)
-            if form == "hf" and self.has_no_hf_name():
+            if form == "hf" and weights == "model.safetensors" and self.has_no_hf_name():
                 check(code == 2 and "error: export: " in text,
                       f"export as hf, expected to be refused: status {code}: {text[-800:]}")
                 continue
             check(code == 0, f"export as {form}: status {code}: {text[-800:]}")
-            check(os.path.exists(os.path.join(target, "model.safetensors")), "no exported weights")
+            check(os.path.exists(os.path.join(target, weights)), f"export as {form}: no {weights}")
         if self.is_text:
             prompt = "al"
             code, text = self.tool("tessera-generate", "--checkpoint", out, "--prompt", prompt,
@@ -569,7 +620,7 @@ class Case:
             check(status == 3, f"a token outside the vocabulary: status {status}")
             check(not self.metrics(out), "a token outside the vocabulary: steps were made")
         elif kind == "data":
-            name = "data.text" if self.is_text else "data.tokens"
+            name = next(k for k in ("data.text", "data.tokens", "data.chat", "data.preference") if k in keys)
             status = self.finish(self.launch(keys | {name: os.path.join(self.dir, "absent")}))
             check(status == 3, f"absent data: status {status}")
         else:
