@@ -204,7 +204,8 @@ class Case:
             for _ in range(d.randint(40, 90)):
                 row = {"prompt": [{"role": "user", "content": words(2)}]}
                 names = ["chosen", "rejected"] if are_pairs else ["completion"]
-                row |= {name: [{"role": "assistant", "content": words(3)}] for name in names}
+                row |= {name: [{"role": "assistant", "content": words(3) + mark}]
+                        for name, mark in zip(names, (".", "!"))}
                 file.write(json.dumps(row) + "\n")
         template = os.path.join(self.dir, "chat.jinja")
         with open(template, "w") as file:
