@@ -1,5 +1,6 @@
-// tessera-bench-generate: decoding, beside the time to read weights and cache at the rate at which
-// the same threads read memory in the same run.
+// tessera-bench-generate: decoding, beside the time to read weights and cache, or if that is longer to
+// multiply with the weights, at the rates at which the same threads read memory and run a large GEMM in
+// the same run.
 
 #include "nn/generate.h"
 
@@ -14,6 +15,7 @@
 #include "core/runtime/context.h"
 #include "core/runtime/cpu/lanes.h"
 #include "core/runtime/cpu/parallel.h"
+#include "kernels/matmul/matmul.h"
 #include "nn/gpt2/gpt2.h"
 
 namespace tessera::apps {
@@ -51,15 +53,36 @@ double measure_read_rate() {
   return static_cast<double>(kNumel) * sizeof(float) / seconds[seconds.size() / 2];
 }
 
+/// FLOP/s of a linear layer of 512 rows.
+double measure_gemm_rate(DType dtype) {
+  constexpr int64_t kRows = 512, kIn = 1024, kOut = 4096;
+  const Tensor x = full({kRows, kIn}, 1.0, dtype), w = full({kOut, kIn}, 1.0, dtype);
+  std::vector<double> seconds;
+  for (int run = 0; run < 9; ++run) {
+    const int64_t begin = profiler::now_ns();
+    linear(x, w);
+    current_stream().synchronize();
+    seconds.push_back(static_cast<double>(profiler::now_ns() - begin) * 1e-9);
+  }
+  std::sort(seconds.begin(), seconds.end());
+  return 2.0 * kRows * kIn * kOut / seconds[seconds.size() / 2];
+}
+
+struct Rates {
+  double read = 0;  // bytes/s
+  double gemm = 0;  // FLOP/s
+};
+
 struct Result {
   std::string dtype;
   int64_t batch = 0;
-  double step_ms = 0, nbytes = 0, share = 0;
+  double step_ms = 0, nbytes = 0, share = 0, gemm_rate = 0;
   double tokens_per_s() const { return static_cast<double>(batch) / step_ms * 1e3; }
 };
 
 /// Of random parameters: the time does not depend on them.
-Result measure(const Options& options, const std::string& dtype, int64_t batch, double read_rate) {
+Result measure(const Options& options, const std::string& dtype, int64_t batch,
+               const Rates& rates) {
   nn::Gpt2Config config;
   config.num_layers = options.layers;
   config.width = options.width;
@@ -90,22 +113,32 @@ Result measure(const Options& options, const std::string& dtype, int64_t batch, 
   for (size_t i = 2; i < times.size(); ++i) {
     steps.push_back(static_cast<double>(times[i] - times[i - 1]) * 1e-6);
   }
-  Result r{.dtype = dtype, .batch = batch, .step_ms = summarize(steps).median_ms};
+  Result r{.dtype = dtype,
+           .batch = batch,
+           .step_ms = summarize(steps).median_ms,
+           .gemm_rate = rates.gemm};
   const double size = dtype == "bf16" ? 2 : 4;
+  double flops = 0;  // of the linear layers and the head, which is tied to the embedding
   for (const nn::NamedParameter& p : model.named_parameters()) {
-    if (p.name != "position.weight")
-      r.nbytes += size * static_cast<double>(p.parameter->tensor.numel());
+    if (p.name == "position.weight") continue;
+    const auto numel = static_cast<double>(p.parameter->tensor.numel());
+    r.nbytes += size * numel;
+    if (p.parameter->tensor.shape().num_dims() == 2) {
+      flops += 2 * numel * static_cast<double>(batch);
+    }
   }
   const double cached =
       static_cast<double>(options.prompt) + static_cast<double>(options.tokens) / 2;
   r.nbytes += size * cached * static_cast<double>(2 * options.layers * options.width * batch);
-  r.share = r.nbytes / read_rate / (r.step_ms * 1e-3);
+  r.share = std::max(r.nbytes / rates.read, flops / rates.gemm) / (r.step_ms * 1e-3);
   return r;
 }
 
 int run(int argc, char** argv) {
-  CommandLine app("Decoding of a GPT-2 beside the bound of memory, by default of 124 M parameters.",
-                  "tessera-bench-generate");
+  CommandLine app(
+      "Decoding of a GPT-2 beside the bound of memory and GEMMs, by default of 124 M "
+      "parameters.",
+      "tessera-bench-generate");
   Options options;
   const auto size = in_range<int64_t>(1, 1 << 20);
   app.add_option("--layers", options.layers, "blocks")->check(size);
@@ -134,14 +167,16 @@ int run(int argc, char** argv) {
   const double read_rate = measure_read_rate();
   std::vector<Result> results;
   for (const std::string& dtype : options.dtypes) {
+    const Rates rates{read_rate, measure_gemm_rate(dtype == "bf16" ? kBF16 : kF32)};
     for (const int64_t batch : options.batches) {
-      results.push_back(measure(options, dtype, batch, read_rate));
+      results.push_back(measure(options, dtype, batch, rates));
     }
   }
   nlohmann::json rows = nlohmann::json::array();
   if (!options.as_json) {
-    fmt::print("memory is read at {:.1f} GB/s\n{:<6} {:>5} {:>10} {:>10} {:>9} {:>10}\n",
-               read_rate * 1e-9, "dtype", "batch", "ms a step", "tokens/s", "MB read", "of bound");
+    fmt::print("memory is read at {:.1f} GB/s\n{:<6} {:>5} {:>10} {:>10} {:>9} {:>12} {:>10}\n",
+               read_rate * 1e-9, "dtype", "batch", "ms a step", "tokens/s", "MB read",
+               "GEMM GFLOP/s", "of bound");
   }
   for (const Result& r : results) {
     if (options.as_json) {
@@ -150,10 +185,12 @@ int run(int argc, char** argv) {
                       {"step_ms", r.step_ms},
                       {"tokens_per_s", r.tokens_per_s()},
                       {"bytes", r.nbytes},
+                      {"gemm_flops_per_s", r.gemm_rate},
                       {"share_of_bound", r.share}});
     } else {
-      fmt::print("{:<6} {:>5} {:>10.2f} {:>10.1f} {:>9.1f} {:>9.1f} %\n", r.dtype, r.batch,
-                 r.step_ms, r.tokens_per_s(), r.nbytes * 1e-6, 100 * r.share);
+      fmt::print("{:<6} {:>5} {:>10.2f} {:>10.1f} {:>9.1f} {:>12.0f} {:>8.1f} %\n", r.dtype,
+                 r.batch, r.step_ms, r.tokens_per_s(), r.nbytes * 1e-6, r.gemm_rate * 1e-9,
+                 100 * r.share);
     }
   }
   if (options.as_json) {

@@ -201,7 +201,7 @@ class Case:
             return " ".join(d.choice(["yes", "no", "so", "it", "is"]) for _ in range(d.randint(1, n)))
         path = os.path.join(self.dir, "chats.jsonl")
         with open(path, "w") as file:
-            for _ in range(d.randint(40, 90)):
+            for _ in range(d.randint(120, 180)):
                 row = {"prompt": [{"role": "user", "content": words(2)}]}
                 names = ["chosen", "rejected"] if are_pairs else ["completion"]
                 row |= {name: [{"role": "assistant", "content": words(3) + mark}]

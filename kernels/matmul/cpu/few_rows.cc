@@ -2,11 +2,16 @@
 //
 // Threads   share the rows of b, which each reads once, one behind the other. Rows of a stay in the
 //           caches.
-// Sums      each element of c is two chains over k in vectors, which are added at the end with
-//           their lanes: it depends neither on the other elements nor on how many there are.
+// Tiles     of kTileRows rows of a and kTileCols of b, whose sums stay in registers: a is larger than
+//           the first cache level, so each of its vectors that comes from the second is used
+//           kTileCols times, and each of b's kTileRows times.
+// Sums      each element of c is one chain over k in vectors, whose lanes are added at the end: it
+//           depends neither on the other elements nor on how many there are.
 #include "kernels/matmul/cpu/few_rows.h"
 
 #include <algorithm>
+#include <array>
+#include <utility>
 
 #include "core/runtime/cpu/parallel.h"
 #include "kernels/matmul/cpu/finish_row.h"
@@ -50,29 +55,40 @@ struct Terms<BFloat16> {
 
 constexpr int64_t kCols = 16;     // rows of b that a thread finishes at once
 constexpr int64_t kMaxRows = 32;  // rows of a that share a walk over them
-constexpr int kChains = 2;        // of each sum, so that additions need not wait for each other
 constexpr int64_t kAheadNbytes = 4096;
+#if TESSERA_AVX512  // of 32 registers, and of 16
+constexpr int kTileRows = 6, kTileCols = 4;
+#else
+constexpr int kTileRows = 2, kTileCols = 4;
+#endif
+
+/// Else the compiler makes `value` an operand in memory of each of its uses: a load each.
+template <class V>
+inline void keep_in_register(V& value) {
+#if TESSERA_AVX512
+  asm("" : "+v"(value));
+#endif
+}
 
 /// sums[i * kCols + j] = sum_k a[i, k] b[j, k]. What lies `ahead` elements behind b comes to the
 /// second cache level meanwhile: the processor's own prefetch begins anew at each page.
 template <class T, int kRows, int kWeights, bool kPrefetch>
 void dots(float* sums, const T* a, int64_t lda, const T* b, int64_t ldb, int64_t k, int64_t ahead) {
   using Of = Terms<T>;
-  Vector<float> chains[kRows][kWeights][kChains] = {};
-  tessera::cpu::for_steps_of<Of::kStep, kChains>(k, [&](int64_t at, auto lanes, auto u) {
+  Vector<float> chains[kRows][kWeights] = {};
+  tessera::cpu::for_steps<Of::kStep>(k, [&](int64_t at, auto lanes) {
     typename Of::Operand weights[kWeights];
 #pragma GCC unroll 4
     for (int j = 0; j < kWeights; ++j) {
       weights[j] = Of::load(b + j * ldb + at, lanes);
       if constexpr (kPrefetch) __builtin_prefetch(b + j * ldb + at + ahead, 0, 2);
     }
-#pragma GCC unroll 4
+#pragma GCC unroll 6
     for (int i = 0; i < kRows; ++i) {
-      const auto row = Of::load(a + i * lda + at, lanes);
+      auto row = Of::load(a + i * lda + at, lanes);
+      keep_in_register(row);
 #pragma GCC unroll 4
-      for (int j = 0; j < kWeights; ++j) {
-        chains[i][j][u] = Of::add(chains[i][j][u], row, weights[j]);
-      }
+      for (int j = 0; j < kWeights; ++j) chains[i][j] = Of::add(chains[i][j], row, weights[j]);
     }
   });
   for (int i = 0; i < kRows; ++i) {
@@ -82,19 +98,22 @@ void dots(float* sums, const T* a, int64_t lda, const T* b, int64_t ldb, int64_t
   }
 }
 
-/// Rows of a in tiles of four; the first tile fetches what lies ahead.
+/// Rows of a in tiles of nearly equal heights; the first tile fetches what lies ahead.
 template <class T, int kWeights>
 void dots_of_rows(float* sums, int64_t rows, const T* a, int64_t lda, const T* b, int64_t ldb,
                   int64_t k, int64_t ahead) {
-  const auto tile = [&]<int kRows, bool kPrefetch>() {
-    dots<T, kRows, kWeights, kPrefetch>(sums, a, lda, b, ldb, k, ahead);
-    sums += kRows * kCols, a += kRows * lda, rows -= kRows;
-  };
-  if (rows >= 4) tile.template operator()<4, true>();
-  while (rows >= 4) tile.template operator()<4, false>();
-  if (rows == 3) tile.template operator()<3, true>();
-  if (rows == 2) tile.template operator()<2, true>();
-  if (rows == 1) tile.template operator()<1, true>();
+  using Tile = void (*)(float*, const T*, int64_t, const T*, int64_t, int64_t, int64_t);
+  static constexpr auto kTiles = []<int... I>(std::integer_sequence<int, I...>) {
+    return std::array<std::array<Tile, sizeof...(I)>, 2>{
+        {{dots<T, I + 1, kWeights, false>...}, {dots<T, I + 1, kWeights, true>...}}};
+  }
+  (std::make_integer_sequence<int, kTileRows>{});
+  bool is_first = true;
+  for (int64_t tiles = (rows + kTileRows - 1) / kTileRows; tiles > 0; --tiles) {
+    const int64_t height = (rows + tiles - 1) / tiles;
+    kTiles[is_first][height - 1](sums, a, lda, b, ldb, k, ahead);
+    sums += height * kCols, a += height * lda, rows -= height, is_first = false;
+  }
 }
 
 template <class T>
@@ -116,9 +135,9 @@ void product(const Matmul& p) {
             // Of one row the fetches stay close: a single stream of memory. Of more, b's next rows.
             const int64_t ahead =
                 p.m == 1 ? kAheadNbytes / static_cast<int64_t>(sizeof(T)) : kCols * p.ldb;
-            for (; p.m > 1 && j + 2 <= count; j += 2) {
-              dots_of_rows<T, 2>(sums + j, rows, x, p.lda, b + (col + j) * p.ldb, p.ldb, p.k,
-                                 ahead);
+            for (; p.m > 1 && j + kTileCols <= count; j += kTileCols) {
+              dots_of_rows<T, kTileCols>(sums + j, rows, x, p.lda, b + (col + j) * p.ldb, p.ldb,
+                                         p.k, ahead);
             }
             for (; j < count; ++j) {
               dots_of_rows<T, 1>(sums + j, rows, x, p.lda, b + (col + j) * p.ldb, p.ldb, p.k,
