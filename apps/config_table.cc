@@ -706,6 +706,12 @@ void add_libraries(ConfigTable& t, Config& c, bool is_cuda) {
         "GEMM backend on CUDA: cuBLASLt where it is installed, this project's kernel, or "
         "cuBLASLt and an error without it")
       .needs(is_cuda, "device = cuda");
+  t.add("kernels.gemm_tf32", c.runtime.backends.gemm_tf32,
+        "cuBLASLt may round the operands of f32 GEMMs to TF32, which has 10 bits of fraction: "
+        "up to 8 times as fast")
+      .also("tf32")
+      .needs(is_cuda && c.runtime.backends.gemm != GemmBackend::kOwn,
+             "device = cuda and kernels.gemm = auto or cublaslt");
 
   t.add("dist.timeout", c.dist.timeout, {0.001, 1e9},
         "seconds until a collective that is not complete counts as hung")

@@ -8,6 +8,7 @@
 
 #include "core/autograd.h"
 #include "core/elementary/kernel.h"
+#include "core/log.h"
 #include "core/runtime/context.h"
 #include "kernels/attention/cuda/cudnn.h"
 #include "kernels/attention/decode.h"
@@ -242,10 +243,20 @@ void submit(const Args& a, bool is_backward, Own own, Cudnn cudnn) {
   const std::string& problem = kernels::cudnn_problem();
   TESSERA_CHECK_AS(CudaError, problem.empty() || backend == AttentionBackend::kAuto,
                    "attention: the backend is cudnn, but {}", problem);
-  if (!problem.empty() || !kernels::cudnn_takes(a)) return own(s, a);
+  if (!problem.empty()) {
+    log_once("warning", fmt::format("attention: {}; own kernels compute it", problem));
+    return own(s, a);
+  }
+  if (!kernels::cudnn_takes(a)) return own(s, a);
   if (backend == AttentionBackend::kAuto && !is_cudnn_faster(s, a, is_backward, own, cudnn))
     return own(s, a);
-  if (!cudnn(s, a)) own(s, a);
+  if (cudnn(s, a)) return;
+  log_once("info",
+           fmt::format("attention: cuDNN has no kernel for the {} of {} heads of {}, {} queries "
+                       "and {} keys of {}; own kernels compute it",
+                       is_backward ? "backward" : "forward", a.shape.num_heads, a.shape.head_dim,
+                       a.shape.num_queries, a.shape.num_keys, name_of(a.shape.dtype)));
+  own(s, a);
 }
 
 /// One gradient of backward: the destination itself, or a buffer in the inputs' dtype that is

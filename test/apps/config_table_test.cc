@@ -125,6 +125,7 @@ std::vector<Example> examples() {
       {"guard.snapshot_every", "3", kSkip, {"--guard.spike=rewind"}},
       {"kernels.attention", "auto", {}, {}, true},
       {"kernels.gemm", "own", {}, {}, true},
+      {"kernels.gemm_tf32", "true", {}, {}, true},
       {"dist.nccl_reduce", "nccl", {}, {}, true},
       {"dist.nccl_max_ctas", "4", {}, {}, true},
       {"debug.trace", "t.json", {"--train.steps=2"}, {}},

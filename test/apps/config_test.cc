@@ -344,6 +344,14 @@ TEST_CASE("config: a missing file is named", "[config]") {
         dir.path() + ": a directory, expected a regular file");
 }
 
+TEST_CASE("config: token 0 can be the separator after which positions restart", "[config]") {
+  const Config config = parse_config(
+      "[data]\ntokens = 'y'\nseparator = 0\nrestart_positions = true\n[model]\nvocab = 9",
+      "f.toml");
+  CHECK(config.data.separator == 0);
+  CHECK(config.data.restart_positions);
+}
+
 TEST_CASE("config: the command line wins over the file, the file over the default", "[config]") {
   const Config config = parse_config(
       "[model]\nlayers = 7\nheads = 2\n[optim]\nlr = 1", "f.toml",

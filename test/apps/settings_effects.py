@@ -601,6 +601,7 @@ ROWS = [
     # The library has a workspace and adds in another order.
     Row("kernels.gemm", "own", lambda a, b: a.status == b.status == 0 and
         (a.values("peak_bytes") > b.values("peak_bytes") or other_numbers(a, b)), SIMT),
+    Row("kernels.gemm_tf32", "true", other_numbers, SIMT),
     Row("kernels.attention", "cudnn", lambda a, b: a.status == 0 and b.status == 2 and
         "kernels.attention = cudnn, but " in b.text, SIMT, env={"TESSERA_CUDNN": "/nowhere/lib.so"}),
     Row("output.dir", "@DIR/elsewhere", lambda a, b: "elsewhere/metrics.jsonl" in b.files()),

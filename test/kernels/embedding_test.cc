@@ -163,16 +163,17 @@ TEST_CASE("embedding: results do not depend on the number of threads", "[embeddi
 }
 
 TEST_CASE("embedding: an id out of range names itself, its position and the range", "[embedding]") {
-  const std::vector<std::pair<int64_t, const char*>> cases = {
-      {-1, "embedding: id -1 at position 2 is out of range [0, 5)"},
-      {5, "embedding: id 5 at position 2 is out of range [0, 5)"}};
+  const std::vector<std::pair<std::vector<int64_t>, const char*>> cases = {
+      {{0, 4, -1, 9}, "embedding: id -1 at position 2 is out of range [0, 5)"},
+      {{0, 4, 5, 9}, "embedding: id 5 at position 2 is out of range [0, 5)"},
+      {{7, 4, 1, 0}, "embedding: id 7 at position 0 is out of range [0, 5)"}};
   for (const auto& c : cases) {
     for (const DType dtype : {kI32, kI64}) {
       // The error poisons the stream: one of its own.
       Context::Scope scope(
           std::make_shared<Context>(ContextOptions{.device = {}, .num_threads = 2}));
       const Tensor w = full({5, 3}, 1);
-      const Tensor ids = from_values(std::vector<int64_t>{0, 4, c.first, 9}, {4}, dtype);
+      const Tensor ids = from_values(c.first, {4}, dtype);
       const Tensor y = embedding(ids, w);
       check_error([] { current_stream().synchronize(); }, {c.second});
     }

@@ -12,6 +12,7 @@
 #include "kernels/matmul/cuda/matmul.h"
 #include "kernels/matmul/matmul.h"
 #include "test/simt/fake_cuda.h"
+#include "test/stderr_of.h"
 #include "test/testing.h"
 
 // Ops with matrix products on a CUDA device: over the fake of cuBLASLt and by the emulated kernels
@@ -274,6 +275,41 @@ TEST_CASE("simt cublaslt: errors name the call, the sizes and the library's word
   CHECK(!simt::take_mistakes().empty());
 }
 
+TEST_CASE("simt cublaslt: an algorithm is for the alignment of the epilogue's pointers too",
+          "[matmul][cuda][simt]") {
+  const OnDevice on;
+  const Tensor vectors = zeros({256}, kBF16), wide = zeros({16, 64}, kBF16);
+  Matmul with_bias = on.args(), with_aux = on.args(), with_sums = on.args();
+  with_aux.activate = true, with_aux.activation = Activation::kGeluTanh;
+  // First of the widest alignment, then of 16 bytes.
+  for (const int64_t shift : {0, 8}) {
+    with_bias.bias = vectors.data<BFloat16>() + shift;
+    with_sums.row_sums = vectors.data<BFloat16>() + shift;
+    with_aux.pre_activation = wide.data<BFloat16>() + shift;
+    for (const Matmul& p : {with_bias, with_sums, with_aux}) {
+      kernels::matmul(current_stream(), p);
+    }
+  }
+  current_stream().synchronize();
+  CHECK(simt::take_mistakes().empty());
+}
+
+TEST_CASE("simt cublaslt: what it does not take is told once, but for products it is never asked",
+          "[matmul][cuda][simt]") {
+  const OnDevice on;
+  const std::string text = testing::stderr_of([&] {
+    Matmul p = on.args();
+    p.bias = on.f32_bias.raw_data(), p.bias_dtype = kF32;  // its bias has the type of c
+    for (int i = 0; i < 2; ++i) kernels::matmul(current_stream(), p);
+    p.k = 0;
+    kernels::matmul(current_stream(), p);
+    current_stream().synchronize();
+  });
+  CHECK(text ==
+        "matmul: cuBLASLt does not take m 16, n 24, k 32, 1 batches of bf16 into bf16 with a "
+        "bias; own kernels compute this and others that it does not take\n");
+}
+
 TEST_CASE("simt cublaslt: more shapes than are kept", "[matmul][cuda][simt]") {
   const OnDevice on;
   Matmul p = on.args();
@@ -294,8 +330,14 @@ TEST_CASE("simt cublaslt: TF32 is off until it is asked for", "[matmul][cuda][si
         const Tensor a = leaf({8, 16}, kF32, 1), b = leaf({16, 8}, kF32, 2);
         return forward_and_twice_backward([&] { return matmul(a, b); }, {a, b});
       },
-      tol(kF32, 16), /*tf32=*/true);
+      tol(kF16, 16), /*tf32=*/true);  // as many bits of fraction
   CHECK(!gemm_tf32());
+  const auto product = [] {
+    const Tensor x = full({1, 1}, 1 + 0x1p-12, kF32), one = full({1, 1}, 1.0, kF32);
+    return Values{matmul(x, one).to_vector()};
+  };
+  CHECK(run_on(DeviceType::kCuda, product) == Values{{1 + 0x1p-12}});
+  CHECK(run_on(DeviceType::kCuda, product, {.gemm_tf32 = true}) == Values{{1.0}});
 }
 
 /// A linear layer on a device of its own; `step` gives its outputs and gradients so far.

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <string>
@@ -49,6 +50,7 @@ struct cublasLtContext {
 };
 
 struct cublasLtMatmulDescOpaque {
+  cublasComputeType_t compute_type = CUBLAS_COMPUTE_32F;
   int32_t trans_a = CUBLAS_OP_N, trans_b = CUBLAS_OP_N;
   uint32_t epilogue = CUBLASLT_EPILOGUE_DEFAULT;
   void* bias = nullptr;  // bias, or the destination of BGRADB
@@ -77,12 +79,22 @@ struct cublasLtMatrixLayoutOpaque {
 
 struct cublasLtMatmulPreferenceOpaque {
   uint64_t max_workspace_nbytes = 0;
+  uint32_t alignments[4] = {256, 256, 256, 256};  // of A, B, C, D
 };
 
 namespace {
 
 using Desc = cublasLtMatmulDescOpaque;
 using Layout = cublasLtMatrixLayoutOpaque;
+
+/// Rounded to the 10 bits of fraction of TF32.
+float to_tf32(float x) {
+  uint32_t bits = 0;
+  std::memcpy(&bits, &x, sizeof bits);
+  bits = (bits + 0xfff + (bits >> 13 & 1)) & ~uint32_t{0x1fff};
+  std::memcpy(&x, &bits, sizeof bits);
+  return x;
+}
 
 struct Operand {
   const void* data;
@@ -117,7 +129,11 @@ struct Product {
 void compute(const Product& p) {
   const int64_t m = p.a.rows(), n = p.b.cols(), k = p.a.cols();
   for (int64_t batch = 0; batch < p.d_layout.num_batches; ++batch) {
-    const std::vector<float> a = p.a.values(batch, false), b = p.b.values(batch, true);
+    std::vector<float> a = p.a.values(batch, false), b = p.b.values(batch, true);
+    if (p.desc.compute_type == CUBLAS_COMPUTE_32F_FAST_TF32) {
+      std::transform(a.begin(), a.end(), a.begin(), to_tf32);
+      std::transform(b.begin(), b.end(), b.begin(), to_tf32);
+    }
     std::vector<float> results(static_cast<size_t>(m * n));
     for (int64_t col = 0; col < n; ++col) {
       for (int64_t row = 0; row < m; ++row) {
@@ -168,6 +184,19 @@ std::string find_mistake(const Desc& desc, const Operand& a, const Operand& b, c
   return "";
 }
 
+/// An algorithm for pointers of no less than the alignments that the heuristic was told, or read from
+/// the descriptor: of A, B, C, D, bias and auxiliary output.
+struct Algorithm {
+  uint64_t magic;  // kMagic
+  uint32_t alignments[6];
+};
+static_assert(sizeof(Algorithm) <= sizeof(cublasLtMatmulAlgo_t));
+
+uint32_t alignment_of(const void* data) {
+  const uintptr_t address = reinterpret_cast<uintptr_t>(data) | 256;
+  return static_cast<uint32_t>(address & (~address + 1));
+}
+
 template <class T>
 bool set(T& field, const void* value, size_t nbytes) {
   if (nbytes != sizeof(T)) return false;
@@ -204,9 +233,9 @@ cublasStatus_t cublasLtCreate(cublasLtHandle_t* handle) {
   return CUBLAS_STATUS_SUCCESS;
 }
 
-cublasStatus_t cublasLtMatmulDescCreate(cublasLtMatmulDesc_t* desc, cublasComputeType_t,
-                                        cudaDataType_t scale) {
-  *desc = new Desc;
+cublasStatus_t cublasLtMatmulDescCreate(cublasLtMatmulDesc_t* desc,
+                                        cublasComputeType_t compute_type, cudaDataType_t scale) {
+  *desc = new Desc{.compute_type = compute_type};
   return status_of(scale == CUDA_R_32F);
 }
 
@@ -264,7 +293,18 @@ cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPreference_t p
                                                     const void* value, size_t nbytes) {
   if (attribute == CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES)
     return status_of(set(preference->max_workspace_nbytes, value, nbytes));
-  return status_of(nbytes == sizeof(uint32_t));
+  switch (attribute) {
+    case CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES:
+      return status_of(set(preference->alignments[0], value, nbytes));
+    case CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES:
+      return status_of(set(preference->alignments[1], value, nbytes));
+    case CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES:
+      return status_of(set(preference->alignments[2], value, nbytes));
+    case CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES:
+      return status_of(set(preference->alignments[3], value, nbytes));
+    default:
+      return status_of(nbytes == sizeof(uint32_t));
+  }
 }
 
 cublasStatus_t cublasLtMatmulPreferenceDestroy(cublasLtMatmulPreference_t preference) {
@@ -281,8 +321,13 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(
                    {nullptr, *b, desc->trans_b == CUBLAS_OP_T}, {nullptr, *c}, *d);
   *num_results = 0;
   if (!mistake.empty() || max_results < 1) return CUBLAS_STATUS_NOT_SUPPORTED;
-  results[0] = {{{kMagic}},
-                preference->max_workspace_nbytes >= kWorkspaceNbytes ? kWorkspaceNbytes : 0,
+  Algorithm algorithm{kMagic, {}};
+  std::copy_n(preference->alignments, 4, algorithm.alignments);
+  algorithm.alignments[4] = alignment_of(desc->bias);
+  algorithm.alignments[5] = alignment_of(desc->aux);
+  cublasLtMatmulAlgo_t algo{};
+  std::memcpy(&algo, &algorithm, sizeof algorithm);
+  results[0] = {algo, preference->max_workspace_nbytes >= kWorkspaceNbytes ? kWorkspaceNbytes : 0,
                 CUBLAS_STATUS_SUCCESS};
   *num_results = 1;
   return CUBLAS_STATUS_SUCCESS;
@@ -303,7 +348,14 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
                   d,
                   *d_layout};
   std::string mistake = find_mistake(p.desc, p.a, p.b, p.c, p.d_layout);
-  if (algo == nullptr || algo->data[0] != kMagic) mistake = "an algorithm of nobody";
+  Algorithm algorithm{};
+  if (algo != nullptr) std::memcpy(&algorithm, algo, sizeof algorithm);
+  if (algorithm.magic != kMagic) mistake = "an algorithm of nobody";
+  const void* const pointers[] = {a, b, c, d, desc->bias, desc->aux};
+  for (int i = 0; i < 6 && mistake.empty(); ++i) {
+    if (alignment_of(pointers[i]) < algorithm.alignments[i])
+      mistake = "a pointer of less alignment than the algorithm was chosen for";
+  }
   if (stream != nullptr && simt::device_of(stream) != handle->device)
     mistake = "the stream is of another device than the handle";
   if (!mistake.empty()) {

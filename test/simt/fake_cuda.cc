@@ -112,6 +112,7 @@ namespace {
 struct Machine {
   std::mutex mutex;
   int num_devices = 8;
+  int capability = 90;  // of device 0
   int64_t capacity = int64_t{4} << 30;
   int max_delay_us = 0;
   uint64_t delay_seed = 0;
@@ -316,6 +317,12 @@ void CUstream_st::run() {
 
 namespace simt {
 
+void set_compute_capability(int capability) {
+  Machine& m = Machine::get();
+  const std::lock_guard lock(m.mutex);
+  m.capability = capability;
+}
+
 void set_num_devices(int num_devices) {
   Machine& m = Machine::get();
   const std::lock_guard lock(m.mutex);
@@ -433,26 +440,30 @@ cudaError_t cudaGetLastError() {
 
 const char* cudaGetErrorName(cudaError_t error) {
   switch (error) {
-    case cudaSuccess:
-      return "cudaSuccess";
-    case cudaErrorInvalidValue:
-      return "cudaErrorInvalidValue";
-    case cudaErrorMemoryAllocation:
-      return "cudaErrorMemoryAllocation";
-    case cudaErrorCudartUnloading:
-      return "cudaErrorCudartUnloading";
-    case cudaErrorInsufficientDriver:
-      return "cudaErrorInsufficientDriver";
-    case cudaErrorNoDevice:
-      return "cudaErrorNoDevice";
-    case cudaErrorInvalidDevice:
-      return "cudaErrorInvalidDevice";
-    case cudaErrorInvalidResourceHandle:
-      return "cudaErrorInvalidResourceHandle";
-    case cudaErrorNotReady:
-      return "cudaErrorNotReady";
-    case cudaErrorLaunchFailure:
-      return "cudaErrorLaunchFailure";
+#define TESSERA_NAME(error) \
+  case error:               \
+    return #error;
+    TESSERA_NAME(cudaSuccess)
+    TESSERA_NAME(cudaErrorInvalidValue)
+    TESSERA_NAME(cudaErrorMemoryAllocation)
+    TESSERA_NAME(cudaErrorCudartUnloading)
+    TESSERA_NAME(cudaErrorInsufficientDriver)
+    TESSERA_NAME(cudaErrorNoDevice)
+    TESSERA_NAME(cudaErrorInvalidDevice)
+    TESSERA_NAME(cudaErrorECCUncorrectable)
+    TESSERA_NAME(cudaErrorInvalidResourceHandle)
+    TESSERA_NAME(cudaErrorNotReady)
+    TESSERA_NAME(cudaErrorIllegalAddress)
+    TESSERA_NAME(cudaErrorLaunchTimeout)
+    TESSERA_NAME(cudaErrorContextIsDestroyed)
+    TESSERA_NAME(cudaErrorAssert)
+    TESSERA_NAME(cudaErrorHardwareStackError)
+    TESSERA_NAME(cudaErrorIllegalInstruction)
+    TESSERA_NAME(cudaErrorMisalignedAddress)
+    TESSERA_NAME(cudaErrorInvalidAddressSpace)
+    TESSERA_NAME(cudaErrorInvalidPc)
+    TESSERA_NAME(cudaErrorLaunchFailure)
+#undef TESSERA_NAME
   }
   return "?";
 }
@@ -511,10 +522,25 @@ cudaError_t cudaGetDevice(int* device) {
   return cudaSuccess;
 }
 
-cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-  *value = attribute == cudaDevAttrMultiProcessorCount ? simt::kNumMultiprocessors
-                                                       : static_cast<int>(simt::max_shared_bytes());
-  return cudaSuccess;
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
+  Machine& m = Machine::get();
+  const std::lock_guard lock(m.mutex);
+  const int capability = device == 0 ? m.capability : 90;
+  switch (attribute) {
+    case cudaDevAttrMultiProcessorCount:
+      *value = simt::kNumMultiprocessors;
+      return cudaSuccess;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
+      *value = static_cast<int>(simt::max_shared_bytes());
+      return cudaSuccess;
+    case cudaDevAttrComputeCapabilityMajor:
+      *value = capability / 10;
+      return cudaSuccess;
+    case cudaDevAttrComputeCapabilityMinor:
+      *value = capability % 10;
+      return cudaSuccess;
+  }
+  return remember(cudaErrorInvalidValue);
 }
 
 cudaError_t cudaDeviceGetPCIBusId(char* id, int length, int device) {
@@ -549,7 +575,8 @@ cudaError_t cudaMalloc(void** data, size_t nbytes) {
 cudaError_t cudaFree(void* data) {
   count_call("cudaFree");
   enter_context("cudaFree");
-  return release("cudaFree", data, true);
+  const cudaError_t error = release("cudaFree", data, true);
+  return error != cudaSuccess ? error : remember(failure_of(current_device));
 }
 
 cudaError_t cudaHostAlloc(void** data, size_t nbytes, unsigned) {
@@ -615,7 +642,7 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
     return simt::report_mistake("cudaStreamDestroy: " + std::to_string(num_unfinished) +
                                 " tasks are not finished on device " + std::to_string(device));
   }
-  return cudaSuccess;
+  return remember(failure_of(device));
 }
 
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
@@ -658,8 +685,9 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
   enter_context("cudaEventDestroy");
   if (event == nullptr || !is_alive(event)) return bad_handle("cudaEventDestroy");
   simt::remove_object(event);
+  const int device = event->device;
   delete event;
-  return cudaSuccess;
+  return remember(failure_of(device));
 }
 
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {

@@ -26,6 +26,8 @@ constexpr int kLeakStatus = 86;
 
 /// Devices that the fake driver sees, 8 at first; 0: no device.
 void set_num_devices(int num_devices);
+/// 10 major + minor of device 0, 90 at first; the others stay at 90.
+void set_compute_capability(int capability);
 /// Bytes of each device; 4 GiB at first.
 void set_device_capacity(int64_t nbytes);
 /// Each task of each stream starts up to this much late, in an order drawn from `seed`: a missing

@@ -15,6 +15,7 @@
 #include "core/tensor.h"
 #include "test/simt/fake_cuda.h"
 #include "test/simt/simt.h"
+#include "test/stderr_of.h"
 #include "test/testing.h"
 
 // The CUDA half of the runtime over the fake of CUDA, and that the fake finds what it is for.
@@ -294,13 +295,37 @@ TEST_CASE("simt runtime: page-locked memory and copies in every direction", "[cu
   CHECK(simt::take_mistakes().size() == 2);
 }
 
+void break_device(const Stream& stream) {
+  CHECK(simt::submit(stream.cuda(), "kernel", {}, [] { throw simt::Error("bad_kernel: oops"); }) ==
+        cudaSuccess);
+}
+
+TEST_CASE("simt runtime: of a device that is lost one line is logged", "[cuda][simt]") {
+  simt::set_num_devices(10);
+  const Device broken{DeviceType::kCuda, 9};  // its own, since it does not recover
+  const std::string text = testing::stderr_of([&] {
+    const std::unique_ptr<MemoryBackend> memory = make_cuda_backend(broken);
+    void* const blocks[] = {memory->allocate(4096), memory->allocate(4096)};
+    std::vector<Event> events;
+    const Stream s = make_stream(broken, "lost");
+    for (int i = 0; i < 5; ++i) events.push_back(s.record());
+    break_device(s);
+    s.drain();
+    for (void* block : blocks) memory->free(block, 4096);
+  });
+  CHECK(text ==
+        "error: lost: unspecified launch failure: bad_kernel: oops; the device is lost to this "
+        "process, later calls that fail for this reason are not told\n");
+  simt::set_num_devices(8);
+  simt::take_mistakes();
+}
+
 TEST_CASE("simt runtime: what a kernel does wrong is the stream's error for good", "[cuda][simt]") {
   simt::set_num_devices(9);
   const Device broken{DeviceType::kCuda, 8};  // its own, since it does not recover
   {
     const Stream s = make_stream(broken, "s");
-    CHECK(simt::submit(s.cuda(), "kernel", {}, [] { throw simt::Error("bad_kernel: oops"); }) ==
-          cudaSuccess);
+    break_device(s);
     const std::string text = error_of([&] { s.synchronize(); });
     contains(text, "unspecified launch failure: bad_kernel: oops (cudaErrorLaunchFailure)");
     CHECK(error_of([&] { s.synchronize(); }) == text);
@@ -362,6 +387,36 @@ TEST_CASE("simt runtime: without a device auto is the CPU, and cuda one clear er
   CHECK(error_of([] { device_from_name("cuda"); }) ==
         "device: \"cuda\" is not available: the NVIDIA driver sees no device");
   simt::set_num_devices(8);
+}
+
+TEST_CASE("simt runtime: a device that the kernels were not compiled for is none", "[cuda][simt]") {
+  for (const int capability : {80, 86, 89, 90, 100, 120}) {  // the last two by PTX
+    CAPTURE(capability);
+    simt::set_compute_capability(capability);
+    CHECK(device_from_name("auto").type == DeviceType::kCuda);
+  }
+  for (const int capability : {75, 60}) {
+    simt::set_compute_capability(capability);
+    CHECK(device_from_name("auto").type == DeviceType::kCpu);
+    CHECK(error_of([] { device_from_name("cuda"); }) ==
+          fmt::format(
+              "device: \"cuda\" is not available: device 0 has compute capability {}.{}, this "
+              "build has kernels for 8.0, 9.0 (option gpu_arch; CUDA_VISIBLE_DEVICES hides a "
+              "device)",
+              capability / 10, capability % 10));
+  }
+  simt::set_compute_capability(90);
+}
+
+TEST_CASE(
+    "simt runtime: streams get hardware queues of their own, unless the user has said how many",
+    "[cuda][simt]") {
+  ::unsetenv("CUDA_DEVICE_MAX_CONNECTIONS");
+  probe_cuda();
+  CHECK(std::string(std::getenv("CUDA_DEVICE_MAX_CONNECTIONS")) == "32");
+  ::setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1", 1);
+  probe_cuda();
+  CHECK(std::string(std::getenv("CUDA_DEVICE_MAX_CONNECTIONS")) == "1");
 }
 
 // ----- planted: the fake finds what is wrong

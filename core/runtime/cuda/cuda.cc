@@ -3,6 +3,9 @@
 #include "core/log.h"
 #if defined(TESSERA_CUDA)
 #include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstdlib>
 #include <exception>
 #include <functional>
 #include <mutex>
@@ -19,8 +22,31 @@ namespace tessera {
 
 namespace cuda {
 
+namespace {
+
+/// Whether `error` is one of those after which the process must be started anew.
+bool is_lasting(cudaError_t error) {
+  constexpr std::array kLasting = {cudaErrorECCUncorrectable,    cudaErrorIllegalAddress,
+                                   cudaErrorLaunchTimeout,       cudaErrorHardwareStackError,
+                                   cudaErrorIllegalInstruction,  cudaErrorMisalignedAddress,
+                                   cudaErrorInvalidAddressSpace, cudaErrorInvalidPc,
+                                   cudaErrorLaunchFailure,       cudaErrorAssert,
+                                   cudaErrorContextIsDestroyed};
+  return std::find(kLasting.begin(), kLasting.end(), error) != kLasting.end();
+}
+
+/// True for all but the first of those: every later call returns it again, so each event, stream and
+/// block of a broken device would tell it.
+bool was_told(cudaError_t error) {
+  static std::atomic<bool> is_broken = false;
+  return is_lasting(error) && is_broken.exchange(true);
+}
+
+}  // namespace
+
 void fail(const char* call, cudaError_t error, const char* file, int line) {
   cudaGetLastError();
+  was_told(error);
   detail::fail<CudaError>(file, line, "{}: {} ({})", call, cudaGetErrorString(error),
                           cudaGetErrorName(error));
 }
@@ -29,7 +55,12 @@ void log_failure(const char* call, cudaError_t error) noexcept {
   // At the end of the process the runtime may be gone before the last owner is.
   if (error == cudaSuccess || error == cudaErrorCudartUnloading) return;
   cudaGetLastError();
-  log_error("{}: {}", call, cudaGetErrorString(error));
+  if (was_told(error)) return;
+  log_error("{}: {}{}", call, cudaGetErrorString(error),
+            is_lasting(error)
+                ? "; the device is lost to this process, later calls that fail for this "
+                  "reason are not told"
+                : "");
 }
 
 }  // namespace cuda
@@ -264,8 +295,42 @@ std::string version_text(int version) {
   return fmt::format("{}.{}", version / 1000, version % 1000 / 10);
 }
 
+#if TESSERA_CUDA_KERNELS
+/// Compute capabilities, 10 major + minor, that the kernels were compiled for, ascending.
+constexpr std::array kArchs = {TESSERA_GPU_ARCHS};
+
+/// Why the kernels cannot run on a device, or empty. Machine code runs where the major number is the
+/// same and the minor one not smaller; of the last there is PTX, which the driver compiles for what is
+/// newer.
+std::string find_problem_of_device(int device) {
+  int major = 0, minor = 0;
+  TESSERA_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+  TESSERA_CUDA_CHECK(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
+  const int capability = 10 * major + minor;
+  const bool fits = capability >= kArchs.back() ||
+                    std::any_of(kArchs.begin(), kArchs.end(),
+                                [&](int arch) { return arch / 10 == major && arch <= capability; });
+  if (fits) return "";
+  std::string archs;
+  for (const int arch : kArchs)
+    archs += fmt::format("{}{}.{}", archs.empty() ? "" : ", ", arch / 10, arch % 10);
+  return fmt::format(
+      "device {} has compute capability {}.{}, this build has kernels for {} (option gpu_arch; "
+      "CUDA_VISIBLE_DEVICES hides a device)",
+      device, major, minor, archs);
+}
+#endif
+
+/// Ranks with a gate in a stream hold one of the device's hardware queues; streams beyond their number
+/// share them, and one that a gate holds up would hold up another that must open it. The variable is
+/// read when the context is made; one that is set stays.
+void ask_for_hardware_queues() {
+  setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", /*overwrite=*/0);
+}
+
 /// Why no device can be used, or empty.
 std::string find_problem(int* num_devices) {
+  ask_for_hardware_queues();
   int driver = 0;
   if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0)
     return "no NVIDIA driver is installed";
@@ -280,6 +345,9 @@ std::string find_problem(int* num_devices) {
 #if !TESSERA_CUDA_KERNELS
   return "this build has no CUDA kernels";
 #else
+  for (int device = 0; device < *num_devices; ++device) {
+    if (std::string problem = find_problem_of_device(device); !problem.empty()) return problem;
+  }
   return "";
 #endif
 }

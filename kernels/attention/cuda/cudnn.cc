@@ -35,6 +35,11 @@ std::string cudnn_backward_problem(int64_t version, int64_t num_keys) {
 std::string cudnn_shape_problem(const AttentionShape& s) {
   if (s.window > 0) return fmt::format("cuDNN is not asked for a window of {} keys", s.window);
   if (s.is_capped()) return fmt::format("cuDNN is not asked for a soft-cap of {}", s.softcap);
+  if (s.document_starts != nullptr) return "cuDNN is not asked for a mask of documents";
+  if (s.alibi_slopes != nullptr) return "cuDNN is not asked for the position bias of ALiBi";
+  if (s.dtype != kBF16 && s.dtype != kF16) {
+    return fmt::format("cuDNN is asked for bf16 and f16, not for {}", name_of(s.dtype));
+  }
   return {};
 }
 
@@ -354,8 +359,7 @@ bool takes_shape(const AttentionShape& s) {
     log_once("info", fmt::format("attention: {}; own kernels compute it", problem));
     return false;
   }
-  return (s.dtype == kBF16 || s.dtype == kF16) && s.document_starts == nullptr &&
-         s.alibi_slopes == nullptr && s.scale > 0 && s.batch > 0 && s.num_queries > 0 &&
+  return s.scale > 0 && s.batch > 0 && s.num_queries > 0 &&
          s.num_keys <= std::numeric_limits<int32_t>::max();
 }
 

@@ -25,8 +25,8 @@ bool cudnn_takes(const AttentionBwd& a, int64_t version);
 /// Why the backward over so many keys is not right in a version of cuDNN; empty if it is.
 std::string cudnn_backward_problem(int64_t version, int64_t num_keys);
 
-/// Why cuDNN is not asked for attention of this kind: the graphs here describe neither a window nor
-/// a soft-cap. Empty if they describe it.
+/// Why cuDNN is not asked for attention of this kind: the graphs here are of bf16 and f16 and describe
+/// neither a window, a soft-cap, documents nor ALiBi. Empty if they describe it.
 std::string cudnn_shape_problem(const AttentionShape& s);
 
 /// Submits to a CUDA stream; false if cuDNN has no kernel for the shape (asked once a shape).

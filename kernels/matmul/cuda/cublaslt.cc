@@ -11,11 +11,13 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstring>
 #include <mutex>
 #include <unordered_map>
 
 #include "core/check.h"
+#include "core/log.h"
 #include "core/runtime/cuda/library.h"
 #include "kernels/matmul/backend.h"
 
@@ -227,6 +229,14 @@ bool is_offered(const Matmul& p) {
   return p.bias == nullptr && !p.activate && p.num_batches == 1 && is_aligned(p.row_sums, 16);
 }
 
+/// What an epilogue reads or writes: the bias, or the sums of rows; null for none.
+const void* epilogue_vector(const Matmul& p) {
+  return p.row_sums != nullptr ? p.row_sums : p.bias;
+}
+const void* epilogue_aux(const Matmul& p) {
+  return p.activate ? p.pre_activation : nullptr;
+}
+
 Key key_of(const Matmul& p, int device) {
   const auto log_alignment = [](const void* data) {
     return static_cast<int64_t>(__builtin_ctz(alignment_of(data)));
@@ -235,8 +245,11 @@ Key key_of(const Matmul& p, int device) {
                         int64_t{p.trans_a} << 8 | int64_t{p.trans_b} << 9 |
                         int64_t{has_beta(p)} << 10 | int64_t{gemm_tf32()} << 11 |
                         static_cast<int64_t>(epilogue_of(p)) << 16;
+  // The heuristic reads those of the epilogue's pointers too.
   const int64_t alignments = log_alignment(p.a) | log_alignment(p.b) << 8 |
-                             log_alignment(p.c) << 16 | log_alignment(added_to(p)) << 24;
+                             log_alignment(p.c) << 16 | log_alignment(added_to(p)) << 24 |
+                             log_alignment(epilogue_vector(p)) << 32 |
+                             log_alignment(epilogue_aux(p)) << 40;
   return {device,
           flags,
           alignments,
@@ -282,12 +295,12 @@ cublasLtMatrixLayout_t make_layout(const Matmul& p, DType dtype, int64_t rows, i
   return layout;
 }
 
-/// The pointers that an epilogue reads or writes.
 void set_pointers(cublasLtMatmulDesc_t desc, const Matmul& p) {
-  const void* bias = p.row_sums != nullptr ? p.row_sums : p.bias;
-  if (bias != nullptr) set(desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
-  if (p.activate && p.pre_activation != nullptr) {
-    set(desc, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, p.pre_activation);
+  if (const void* vector = epilogue_vector(p); vector != nullptr) {
+    set(desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, vector);
+  }
+  if (const void* aux = epilogue_aux(p); aux != nullptr) {
+    set(desc, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, aux);
   }
 }
 
@@ -302,9 +315,7 @@ void describe(Plan& plan, const Matmul& p) {
   set(plan.desc, CUBLASLT_MATMUL_DESC_TRANSA, operation(p.trans_b));
   set(plan.desc, CUBLASLT_MATMUL_DESC_TRANSB, operation(p.trans_a));
   set(plan.desc, CUBLASLT_MATMUL_DESC_EPILOGUE, static_cast<uint32_t>(epilogue_of(p)));
-  if (p.activate && p.pre_activation != nullptr) {
-    set(plan.desc, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, p.n);
-  }
+  if (epilogue_aux(p) != nullptr) set(plan.desc, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, p.n);
   set_pointers(plan.desc, p);
   plan.a = make_layout(p, p.dtype, p.trans_b ? p.n : p.k, p.trans_b ? p.k : p.n, p.ldb,
                        p.batch_stride_b);
@@ -371,6 +382,22 @@ bool cublaslt_supports(const Matmul& p) {
   return find_plan(state(), p, device).is_supported;
 }
 
+void tell_not_taken(const Matmul& p) {
+  if (p.dtype == kF64 || p.k == 0) return;
+  static std::atomic<bool> is_told = false;
+  if (is_told.load(std::memory_order_relaxed) || is_told.exchange(true)) return;
+  if (const std::string& problem = cublaslt_problem(); !problem.empty()) {
+    log_warning("matmul: {}; own kernels multiply", problem);
+    return;
+  }
+  log_info(
+      "matmul: cuBLASLt does not take m {}, n {}, k {}, {} batches of {} into {}{}{}{}; own kernels "
+      "compute this and others that it does not take",
+      p.m, p.n, p.k, p.num_batches, name_of(p.dtype), name_of(p.c_dtype),
+      p.bias != nullptr ? " with a bias" : "", p.activate ? " and an activation" : "",
+      p.row_sums != nullptr ? " and sums of rows" : "");
+}
+
 int64_t cublaslt_workspace_nbytes(const Matmul& p) {
   if (!is_offered(p) || !library().problem.empty()) return 0;
   const int device = current_device();
@@ -414,6 +441,10 @@ const std::string& cublaslt_problem() {
 }
 bool cublaslt_supports(const Matmul&) {
   return false;
+}
+void tell_not_taken(const Matmul& p) {
+  if (p.dtype == kF64 || p.k == 0) return;
+  log_once("info", fmt::format("matmul: {}; own kernels multiply", cublaslt_problem()));
 }
 int64_t cublaslt_workspace_nbytes(const Matmul&) {
   return 0;

@@ -38,6 +38,11 @@ const std::string& cublaslt_problem();
 /// offered.
 bool cublaslt_supports(const Matmul& p);
 
+/// Says in the log that own kernels compute `p`, which cuBLASLt does not: once that there is no
+/// library, or once which product it was that it did not take. Nothing for f64 and products without
+/// terms, which are never offered.
+void tell_not_taken(const Matmul& p);
+
 /// Bytes of `Matmul::workspace` that the chosen algorithm needs, at most kCublasLtMaxWorkspace; 0
 /// for a product that is not supported.
 int64_t cublaslt_workspace_nbytes(const Matmul& p);

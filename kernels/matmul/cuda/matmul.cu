@@ -135,6 +135,7 @@ Path path_of(const Matmul& p) {
                 "matmul: the backend is cublaslt, but {}", cublaslt_problem());
   if (cublaslt_supports(p)) return Path::kLibrary;
   if (p.activate && cublaslt_supports(without_activation(p))) return Path::kLibraryThenActivation;
+  tell_not_taken(p);
   return Path::kOwn;
 }
 
