@@ -11,6 +11,7 @@ cd "$(dirname "$0")/.."
 # Package and what tells that it is there, so that other ways of installing it count as well.
 required=(
   "g++|command -v g++"
+  "python3|command -v python3"
   "meson|command -v meson"
   "ninja-build|command -v ninja"
   "pkg-config|command -v pkg-config"

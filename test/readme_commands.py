@@ -33,6 +33,7 @@ SUBSTITUTES = [
 # What cannot run here, and why.
 NOT_RUN = {
     r"bash apps/quickstart\.sh": "sets up the machine, builds and trains for minutes",
+    r"bash apps/chat\.sh": "the same; apps/chat_script is it at a small size",
     r"bash test/run\.sh": "runs this suite",
     r"tessera-bench-fsdp (memory|batch)": "is a test of its own (apps/bench/fsdp)",
     r"tessera-bench-fsdp overlap": "measures a quiet machine",
