@@ -1,6 +1,7 @@
 #include "core/recompute.h"
 
 #include "core/autograd.h"
+#include "core/host_checkpoints.h"
 #include "core/random.h"
 
 namespace tessera {
@@ -44,12 +45,17 @@ class Passage final : public GradSink {
   int input_;
 };
 
-/// What a second run starts from: the inputs of the first, and its random numbers.
+/// What a second run starts from: the inputs of the first, and its random numbers. Values that have
+/// bytes are with `host`, if given.
 class Replay {
  public:
-  Replay(const std::vector<Tensor>& inputs, const RandomState& start) : start_(start) {
+  Replay(const std::vector<Tensor>& inputs, const RandomState& start,
+         HostCheckpoints* host = nullptr)
+      : start_(start) {
     for (const Tensor& input : inputs) {
-      inputs_.push_back(save(input));
+      const bool is_away = host != nullptr && input.is_defined() && input.numel() > 0;
+      away_.push_back(is_away ? host->keep(input) : nullptr);
+      inputs_.push_back(save(is_away ? Tensor{} : input));
       wanted_.push_back(input.is_defined() && input.requires_grad());
     }
   }
@@ -58,7 +64,7 @@ class Replay {
   template <class F>
   auto run(std::vector<Tensor>& leaves, F&& fn) const {
     for (size_t i = 0; i < inputs_.size(); ++i) {
-      const Tensor& input = inputs_[i];
+      const Tensor& input = away_[i] != nullptr ? away_[i]->bring() : inputs_[i].get();
       leaves.push_back(input.is_defined() ? input.detach() : input);
       if (wanted_[i]) leaves.back().set_requires_grad(true);
     }
@@ -87,6 +93,7 @@ class Replay {
  private:
   RandomState start_;
   std::vector<Saved> inputs_;
+  std::vector<std::shared_ptr<HostCheckpoint>> away_;
   std::vector<bool> wanted_;
 };
 
@@ -105,10 +112,11 @@ int64_t recompute_region() {
 }
 
 Tensor recompute(const std::function<Tensor(const std::vector<Tensor>&)>& fn,
-                 const std::vector<Tensor>& inputs) {
+                 const std::vector<Tensor>& inputs, HostCheckpoints* host) {
   if (!grad_mode()) return fn(inputs);
   const RandomState start = random_state();
   const int64_t id = region != 0 ? region : ++last_region;
+  Replay replay(inputs, start, host);
   Tensor output;
   {
     const RegionScope region_scope(id);
@@ -118,7 +126,7 @@ Tensor recompute(const std::function<Tensor(const std::vector<Tensor>&)>& fn,
   }
   auto outputs = record_multi_always(
       "recompute", inputs, {output},
-      [fn, id, replay = Replay(inputs, start)](std::span<const Tensor> dys, Grads& g) {
+      [fn, id, replay = std::move(replay)](std::span<const Tensor> dys, Grads& g) {
         std::vector<Tensor> leaves;
         Tensor again;
         {

@@ -8,12 +8,15 @@
 
 namespace tessera {
 
+class HostCheckpoints;
+
 /// Activation checkpointing: runs `fn(inputs)` without saving anything, and once more, with grad
 /// mode on, when its gradient is needed. The second run draws the same random numbers, so it gives
-/// the same bits. Peak memory falls by what `fn` saves; `inputs` stay alive.
+/// the same bits. Peak memory falls by what `fn` saves; `inputs` stay alive, in host memory with `host`
+/// (host_checkpoints.h).
 /// Parameters that `fn` captures get their gradients as usual.
 Tensor recompute(const std::function<Tensor(const std::vector<Tensor>&)>& fn,
-                 const std::vector<Tensor>& inputs);
+                 const std::vector<Tensor>& inputs, HostCheckpoints* host = nullptr);
 
 /// Selective checkpointing: `consume(produce(inputs))`, where the first output of `produce` (of a
 /// norm or an activation, cheap to have again) loses its bytes once `consume` is through. When a

@@ -1,7 +1,9 @@
 #include "core/recompute.h"
 
 #include "core/autograd.h"
+#include "core/host_checkpoints.h"
 #include "core/random.h"
+#include "core/runtime/order_check.h"
 #include "test/testing.h"
 
 namespace tessera {
@@ -253,6 +255,139 @@ TEST_CASE("recompute: what the region saves is not kept between forward and back
   CHECK(live() == 9);
   const Tensor again = recompute(chain, {x});
   CHECK(live() == 10);
+}
+
+// ---- checkpoints in host memory
+
+/// A chain of blocks around a residual stream of 1 MiB each, recomputed; with `host`, its inputs are
+/// there. Freed bytes are NaN, and accesses that no event orders are errors.
+struct Chain {
+  explicit Chain(bool is_away) : host(is_away ? HostCheckpoints::make() : nullptr) {}
+
+  Tensor forward(Tensor h) const {
+    for (int i = 0; i < 6; ++i) {
+      h = recompute(
+          [this](const Tensors& in) {
+            Tensor y = in[0].detach().clone();
+            y.add_(in[0]);
+            const auto twice = [kept = save(in[0])](const Tensor& dy, Grads& g) {
+              Tensor dx = dy.clone();
+              dx.add_(kept);
+              g.add(0, dx);
+            };
+            return record("block", {in[0]}, y, twice);
+          },
+          {h}, host.get());
+    }
+    return h;
+  }
+
+  std::shared_ptr<HostCheckpoints> host;
+};
+
+std::shared_ptr<Context> strict_context() {
+  return std::make_shared<Context>(
+      ContextOptions{.num_threads = 1, .poison = true, .order_check = true});
+}
+
+constexpr int64_t kMiB = 1 << 20;
+const Shape kStream{256, 512};  // 1 MiB of f64
+
+TEST_CASE("host checkpoints: the same bits, and two of them on the device at a time",
+          "[recompute]") {
+  std::vector<std::vector<double>> gradients;
+  for (const bool is_away : {false, true}) {
+    const auto context = strict_context();
+    const Context::Scope scope(context);
+    const auto live = [&] { return context->allocator()->stats().allocated >> 20; };
+    const auto on_host = [&] { return context->host_allocator()->stats().allocated >> 20; };
+    const Chain chain(is_away);
+    Tensor x = randn(kStream, kF64, 1).set_requires_grad(true);
+    // Whatever the number of forwards before a backward, and the order of backwards.
+    for (const int num_forwards : {1, 2}) {
+      std::vector<Tensor> outputs;
+      for (int i = 0; i < num_forwards; ++i) outputs.push_back(chain.forward(plus(x, x)));
+      // Of each forward the output; of the last one the input of the last block; x and its gradient.
+      const int64_t others = num_forwards == 1 ? 1 : 2;
+      CHECK(live() == others + (is_away ? num_forwards + 1 : 7 * num_forwards));
+      CHECK(on_host() == (is_away ? 6 * num_forwards : 0));
+      while (!outputs.empty()) {
+        backward(outputs.back(), randn(kStream, kF64, 5));
+        outputs.pop_back();
+      }
+      CHECK(on_host() == 0);
+    }
+    gradients.push_back(x.grad().to_vector());
+    CHECK(live() == 2);
+    if (!is_away) continue;
+    CHECK(chain.host->num_live() == 0);
+    // Three forwards of six: the input of each one's last block is there when its backward begins,
+    // but for the first of two.
+    CHECK(chain.host->traffic().d2h_nbytes == 18 * kMiB);
+    CHECK(chain.host->traffic().h2d_nbytes == (5 + 5 + 6) * kMiB);
+    CHECK(context->order_check()->conflicts().empty());
+  }
+  CHECK(gradients[1] == gradients[0]);
+}
+
+TEST_CASE("host checkpoints: forwards without a backward leave nothing behind", "[recompute]") {
+  const auto context = strict_context();
+  const Context::Scope scope(context);
+  const Chain chain(true);
+  {
+    Tensor x = randn(kStream, kF64, 1).set_requires_grad(true);
+    Tensor dropped = chain.forward(plus(x, x));
+    const Tensor y = chain.forward(plus(x, x));
+    dropped = {};
+    CHECK(chain.host->num_live() == 6);
+    backward(y, randn(kStream, kF64, 5));
+    const NoGrad no_grad;
+    chain.forward(x);
+    CHECK(chain.host->num_live() == 0);
+  }
+  CHECK(chain.host->traffic().d2h_nbytes == 12 * kMiB);
+  CHECK(chain.host->traffic().h2d_nbytes == 5 * kMiB);
+  context->compute().synchronize();
+  CHECK(context->allocator()->stats().allocated == 0);
+  CHECK(context->host_allocator()->stats().allocated == 0);
+  CHECK(context->order_check()->conflicts().empty());
+}
+
+TEST_CASE("host checkpoints: an input that is changed while it is copied is found", "[recompute]") {
+  const auto host = HostCheckpoints::make();
+  const auto fn = [](const Tensors& in) { return noisy(in[0]); };
+  for (const bool is_last : {true, false}) {
+    Tensor x = randn({2}, kF64).set_requires_grad(true);
+    Tensor h = plus(x, x);
+    Tensor y = recompute(fn, {h}, host.get());
+    h.fill_(0);
+    if (!is_last) y = recompute(fn, {y}, host.get());
+    CHECK(error_of([&] {
+            backward(y, full({2}, 1, kF64));
+          }).find("recompute: an input of shape [2] was changed in place after the forward") == 0);
+  }
+}
+
+TEST_CASE(
+    "host checkpoints: a graph may be walked twice, and inputs may be views or of no elements",
+    "[recompute]") {
+  const auto host = HostCheckpoints::make();
+  const auto fn = [](const Tensors& in) { return noisy(plus(in[0], in[1])); };
+  std::vector<std::vector<double>> gradients;
+  for (HostCheckpoints* const where : {static_cast<HostCheckpoints*>(nullptr), host.get()}) {
+    Tensor x = randn({4, 3}, kF64).set_requires_grad(true);
+    const Tensor empty_one = randn({0, 3}, kF64);
+    random_state() = {.seed = 3};
+    const Tensor a = recompute(fn, {x.transpose(0, 1), x.transpose(0, 1)}, where);
+    const Tensor y = recompute(fn, {a, a}, where);
+    recompute([](const Tensors& in) { return in[0]; }, {empty_one}, where);
+    for (const bool retain : {true, false}) {
+      backward(y, full({3, 4}, 1, kF64), {.retain_graph = retain});
+    }
+    gradients.push_back(x.grad().to_vector());
+  }
+  CHECK(gradients[0] == gradients[1]);
+  CHECK(host->num_live() == 0);
 }
 
 }  // namespace
