@@ -257,6 +257,170 @@ TEST_CASE("recompute: what the region saves is not kept between forward and back
   CHECK(live() == 10);
 }
 
+// ---- rows in tiles
+
+/// y[r, c] = x[r, c] w[c] z[r, c], with a number z that belongs to the row wherever it is computed.
+Tensor weigh_rows(const Tensor& x, const Tensor& w) {
+  const RandomState state = random_state();
+  ++random_state().op_index;
+  const int64_t rows = x.dim(0), cols = x.dim(1);
+  const auto factor = [=](int64_t r, int64_t c) {
+    const auto row = static_cast<double>(state.sample_offset + r);
+    return 1 + static_cast<double>(state.op_index) + row / 8 + static_cast<double>(c) / 16;
+  };
+  const auto product = [=](const Tensor& a, const Tensor& b, bool is_row) {
+    const std::vector<double> x = a.to_vector(), y = b.to_vector();
+    std::vector<double> z;
+    for (int64_t i = 0; i < rows * cols; ++i) {
+      const auto at = static_cast<size_t>(i);
+      z.push_back(x[at] * y[is_row ? at % static_cast<size_t>(cols) : at] *
+                  factor(i / cols, i % cols));
+    }
+    return z;
+  };
+  Tensor y = from_values(product(x, w, true), {rows, cols}, x.dtype());
+  return record("weigh_rows", {x, w}, y, [=, x = save(x), w = save(w)](const Tensor& dy, Grads& g) {
+    g.add(0, from_values(product(dy, w, true), {rows, cols}, dy.dtype()));
+    const std::vector<double> all = product(dy, x, false);
+    std::vector<double> dw(static_cast<size_t>(cols));
+    for (size_t i = 0; i < all.size(); ++i) dw[i % dw.size()] += all[i];
+    const GradDst dst = g.destination(1);
+    Tensor view = dst.view;
+    const Tensor sum = from_values(dw, {cols}, view.dtype());
+    dst.accumulate ? view.add_(sum) : view.copy_(sum);
+    g.written(1);
+  });
+}
+
+struct RowsResult {
+  Tensor y, dx, dr, dw, dv;
+  uint64_t op_index = 0;
+  int calls = 0;
+};
+
+/// residual + ((x w z) v z) of 2 x 5 rows, by tiles of `tile` rows, or at once (0).
+RowsResult run_rows(int64_t tile, bool has_residual = true, bool uses_x_twice = false) {
+  RowsResult result;
+  Tensor x = randn({2, 5, 3}, kF64, 1).set_requires_grad(true);
+  Tensor r = randn({2, 5, 3}, kF64, 2).set_requires_grad(true);
+  Tensor w = randn({3}, kF64, 3).set_requires_grad(true);
+  Tensor v = randn({3}, kF64, 4).set_requires_grad(true);
+  random_state() = {.seed = 3, .step = 4, .op_index = 2, .sample_offset = 6};
+  const auto fn = [&](const Tensor& x_RC, const Tensor& r_RC) {
+    ++result.calls;
+    Tensor y = weigh_rows(weigh_rows(x_RC, w), v);
+    if (uses_x_twice) y = plus(y, x_RC);
+    return r_RC.is_defined() ? plus(y, r_RC) : y;
+  };
+  const Tensor residual = has_residual ? r : Tensor{};
+  if (tile > 0) {
+    result.y = recompute_rows(fn, x, residual, tile, [&] { return std::vector{w, v}; });
+  } else {
+    random_state().sample_offset *= 5;  // rows are samples
+    const Tensor r_RC = has_residual ? r.view({10, 3}) : r;
+    result.y = fn(x.view({10, 3}), has_residual ? r_RC : Tensor{}).view({2, 5, 3});
+  }
+  result.op_index = random_state().op_index;
+  backward(result.y, randn({2, 5, 3}, kF64, 5));
+  result.dx = x.grad(), result.dr = r.grad(), result.dw = w.grad(), result.dv = v.grad();
+  return result;
+}
+
+TEST_CASE("recompute_rows: values, random numbers and gradients of rows are those of all at once",
+          "[recompute]") {
+  for (const bool has_residual : {true, false}) {
+    for (const bool uses_x_twice : {false, true}) {
+      const RowsResult whole = run_rows(0, has_residual, uses_x_twice);
+      for (const int64_t tile : {1, 3, 4, 5, 9, 10, 64}) {
+        CAPTURE(has_residual, uses_x_twice, tile);
+        const RowsResult tiled = run_rows(tile, has_residual, uses_x_twice);
+        check_bitwise(tiled.y, whole.y, "y");
+        check_bitwise(tiled.dx, whole.dx, "dx");
+        if (has_residual) check_bitwise(tiled.dr, whole.dr, "dr");
+        CHECK(tiled.op_index == whole.op_index);
+        const bool is_one = tile >= 10;  // else sums are in another order
+        if (is_one) {
+          check_bitwise(tiled.dw, whole.dw, "dw");
+          check_bitwise(tiled.dv, whole.dv, "dv");
+        } else {
+          testing::check_close(tiled.dw, whole.dw, testing::tol(kF64));
+          testing::check_close(tiled.dv, whole.dv, testing::tol(kF64));
+        }
+        CHECK(tiled.calls == 2 * ((10 + tile - 1) / tile));
+      }
+    }
+  }
+}
+
+TEST_CASE("recompute_rows: bf16 gradients of parameters add up in f32 and round once",
+          "[recompute]") {
+  // 600 rows of ones: a bf16 sum that grows by one stays at 256.
+  for (const int64_t tile : {1, 7, 600}) {
+    CAPTURE(tile);
+    Tensor x = full({600, 1}, 1, kBF16), w = full({1}, 1, kBF16).set_requires_grad(true);
+    const auto fn = [&](const Tensor& x_RC, const Tensor&) {
+      return record("sum_rows", {x_RC, w}, x_RC.clone(),
+                    [rows = x_RC.dim(0)](const Tensor&, Grads& g) {
+                      const GradDst dst = g.destination(1);
+                      Tensor view = dst.view;
+                      const Tensor sum = full({1}, static_cast<double>(rows), view.dtype());
+                      dst.accumulate ? view.add_(sum) : view.copy_(sum);
+                      g.written(1);
+                    });
+    };
+    for (const double expected : {600.0, 1200.0}) {  // and added to what is there
+      backward(recompute_rows(fn, x, {}, tile, [&] { return std::vector{w}; }),
+               full({600, 1}, 1, kBF16));
+      CHECK(w.grad().dtype() == kBF16);
+      CHECK(w.grad().item() == full({}, expected, kBF16).item());
+    }
+    CHECK(w.impl()->grad_sink == nullptr);
+  }
+}
+
+TEST_CASE("recompute_rows: an exception in a second run leaves thread and parameters as they were",
+          "[recompute]") {
+  Tensor x = randn({4, 2}, kBF16).set_requires_grad(true);
+  Tensor w = randn({2}, kBF16).set_requires_grad(true);
+  int calls = 0;
+  const auto fn = [&](const Tensor& x_RC, const Tensor&) {
+    if (++calls == 4) throw Error("mlp: boom");
+    return record("hand_on", {x_RC, w}, x_RC.clone(),
+                  [](const Tensor& dy, Grads& g) { g.add(0, dy); });
+  };
+  const Tensor y = recompute_rows(fn, x, {}, 2, [&] { return std::vector{w}; });
+  CHECK(calls == 2);
+  CHECK(error_of([&] { backward(y, randn({4, 2}, kBF16)); }) == "mlp: boom");
+  CHECK_FALSE((is_recomputing() || is_checkpointing() || is_in_backward()));
+  CHECK(recompute_region() == 0);
+  CHECK(w.impl()->grad_sink == nullptr);
+}
+
+TEST_CASE("recompute_rows: without grad mode it is recorded by nobody, and wrong sizes are refused",
+          "[recompute]") {
+  const Tensor x = randn({4, 2}, kF64);
+  std::vector<int64_t> rows;
+  const auto fn = [&](const Tensor& x_RC, const Tensor&) {
+    rows.push_back(x_RC.dim(0));
+    CHECK_FALSE((is_checkpointing() || grad_mode()));
+    return x_RC.clone();
+  };
+  const auto none = [] { return std::vector<Tensor>{}; };
+  {
+    const NoGrad no_grad;
+    const Tensor y = recompute_rows(fn, x, {}, 3, none);
+    CHECK_FALSE(y.requires_grad());
+    check_bitwise(y, x, "y");
+  }
+  CHECK(rows == std::vector<int64_t>{3, 1});
+  CHECK(error_of([&] {
+          recompute_rows(fn, x, {}, 0, none);
+        }).find("recompute_rows: tile_rows must be at least 1, got 0") == 0);
+  CHECK(error_of([&] {
+          recompute_rows(fn, randn({3}, kF64), {}, 2, none);
+        }).find("recompute_rows: x must be [..., C], got [3]") == 0);
+}
+
 // ---- checkpoints in host memory
 
 /// A chain of blocks around a residual stream of 1 MiB each, recomputed; with `host`, its inputs are
