@@ -3,6 +3,7 @@
 #include <optional>
 
 #include "core/autograd.h"
+#include "core/host_checkpoints.h"
 #include "core/recompute.h"
 #include "kernels/pointwise/pointwise.h"
 #include "nn/attention.h"
@@ -23,12 +24,20 @@ enum class Recompute : unsigned char {
   kBlock,  ///< all of it but its input
 };
 
+struct BlockRecompute {
+  Recompute what = Recompute::kNothing;
+  /// kBlock: where the block's input is until backward; null: on the device.
+  std::shared_ptr<HostCheckpoints> host = {};
+  /// Tokens for which the MLP computes at a time, see `Mlp::set_tile`; 0: all.
+  int64_t mlp_tile = 0;
+};
+
 /// Base of the blocks: recompute is set from outside and needs nothing of a model.
 /// Shapes   x [B, T, C] -> [B, T, C]
 class Block : public Module {
  public:
   Tensor forward(const Tensor& x_BTC, const AttentionInput& input = {});
-  virtual void set_recompute(Recompute what) { recompute_ = what; }
+  virtual void set_recompute(const BlockRecompute& recompute) { recompute_ = recompute; }
 
  protected:
   virtual Tensor body(const Tensor& x_BTC, const AttentionInput& input) = 0;
@@ -36,16 +45,17 @@ class Block : public Module {
   virtual Tensor selective_body(const Tensor& x_BTC, const AttentionInput& input) = 0;
 
  private:
-  Recompute recompute_ = Recompute::kNothing;
+  BlockRecompute recompute_;
 };
 
 /// The parts of the blocks below. `Norm` is LayerNorm or RmsNorm, `MlpType` Mlp or SwiGlu.
 template <class Norm, class MlpType>
 class AttentionMlpBlock : public Block {
  public:
-  void set_recompute(Recompute what) override {
-    Block::set_recompute(what);
-    mlp_->set_recompute(what == Recompute::kCheap);
+  void set_recompute(const BlockRecompute& recompute) override {
+    Block::set_recompute(recompute);
+    mlp_->set_recompute(recompute.what == Recompute::kCheap);
+    mlp_->set_tile(recompute.mlp_tile);
   }
 
  protected:

@@ -14,26 +14,45 @@ const MlpConfig& checked(const char* name, const MlpConfig& config) {
 
 }  // namespace
 
+void MlpBase::set_tile(int64_t num_tokens) {
+  TESSERA_CHECK_AS(ConfigError, num_tokens >= 0, "{}: a tile must not be negative, got {}", kind(),
+                   num_tokens);
+  tile_ = num_tokens;
+}
+
+Tensor MlpBase::forward(const Tensor& x) {
+  return forward(x, {});
+}
+
+Tensor MlpBase::forward(const Tensor& x, const Tensor& residual) {
+  if (tile_ == 0) return whole(x, residual);
+  const auto rows = [this](const Tensor& x_RC, const Tensor& residual_RC) {
+    return whole(x_RC, residual_RC);
+  };
+  const auto parameters = [this] {
+    std::vector<Tensor> leaves;
+    for (const NamedParameter& p : named_parameters()) leaves.push_back(p.parameter->tensor);
+    return leaves;
+  };
+  return recompute_rows(rows, x, residual, tile_, parameters);
+}
+
+Tensor MlpBase::whole(const Tensor& x, const Tensor& residual) {
+  const auto narrow = [&](const Tensor& active) {
+    return residual.is_defined() ? down()(active, residual) : down()(active);
+  };
+  if (!recompute_ || tile_ > 0) return narrow(widen_and_activate(x));
+  return recompute_output(
+      [this](const std::vector<Tensor>& in) { return std::vector{activate(in[0])}; },
+      [&](const std::vector<Tensor>& in) { return narrow(in[0]); }, {widen(x)});
+}
+
 Mlp::Mlp(const MlpConfig& config)
     : gelu_(checked("Mlp", config).gelu),
       up_(this, "up", config.width, config.ffn_width,
           LinearOptions{.bias = config.bias, .init = config.init}),
       down_(this, "down", config.ffn_width, config.width,
             LinearOptions{.bias = config.bias, .init = config.out_init}) {}
-
-Tensor Mlp::forward(const Tensor& x) {
-  if (!recompute_) return down_(up_(x, gelu_));
-  return recompute_output(
-      [kind = gelu_](const std::vector<Tensor>& in) { return std::vector{gelu(in[0], kind)}; },
-      [this](const std::vector<Tensor>& in) { return down_(in[0]); }, {up_(x)});
-}
-
-Tensor Mlp::forward(const Tensor& x, const Tensor& residual) {
-  if (!recompute_) return down_(up_(x, gelu_), residual);
-  return recompute_output(
-      [kind = gelu_](const std::vector<Tensor>& in) { return std::vector{gelu(in[0], kind)}; },
-      [&](const std::vector<Tensor>& in) { return down_(in[0], residual); }, {up_(x)});
-}
 
 std::string Mlp::kind() const {
   return fmt::format("Mlp(gelu {})", gelu_ == Gelu::kTanh ? "tanh" : "exact");
@@ -46,24 +65,10 @@ SwiGlu::SwiGlu(const MlpConfig& config)
       down_(this, "down", config.ffn_width, config.width,
             LinearOptions{.bias = config.bias, .init = config.out_init}) {}
 
-Tensor SwiGlu::activation(const Tensor& gate_up) const {
+Tensor SwiGlu::activate(const Tensor& wide) const {
   const int64_t sizes[] = {ffn_width_, ffn_width_};
-  const std::vector<Tensor> parts = split(gate_up, sizes);
+  const std::vector<Tensor> parts = split(wide, sizes);
   return swiglu(parts[0], parts[1]);
-}
-
-Tensor SwiGlu::forward(const Tensor& x) {
-  if (!recompute_) return down_(activation(gate_up_(x)));
-  return recompute_output(
-      [this](const std::vector<Tensor>& in) { return std::vector{activation(in[0])}; },
-      [this](const std::vector<Tensor>& in) { return down_(in[0]); }, {gate_up_(x)});
-}
-
-Tensor SwiGlu::forward(const Tensor& x, const Tensor& residual) {
-  if (!recompute_) return down_(activation(gate_up_(x)), residual);
-  return recompute_output(
-      [this](const std::vector<Tensor>& in) { return std::vector{activation(in[0])}; },
-      [&](const std::vector<Tensor>& in) { return down_(in[0], residual); }, {gate_up_(x)});
 }
 
 std::string SwiGlu::kind() const {

@@ -140,9 +140,12 @@ void KvCache::append(int64_t num_positions) {
 }
 
 void LanguageModel::set_recompute(const RecomputePolicy& policy) {
+  host_checkpoints_ = policy.offload ? HostCheckpoints::make() : nullptr;
   int64_t layer = 0;
   for (const NamedModule& entry : named_modules()) {
-    if (auto* block = dynamic_cast<Block*>(entry.module)) block->set_recompute(policy.of(layer++));
+    auto* const block = dynamic_cast<Block*>(entry.module);
+    if (block == nullptr) continue;
+    block->set_recompute({policy.of(layer++), host_checkpoints_, policy.mlp_tile});
   }
 }
 

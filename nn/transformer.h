@@ -69,6 +69,10 @@ struct RecomputePolicy {
   }
   Kind kind = Kind::kNone;
   int64_t every = 1;  ///< kEveryN: blocks 0, every, 2 * every, ...
+  /// Inputs of blocks that run again are in host memory until then (core/host_checkpoints.h).
+  bool offload = false;
+  /// Tokens for which an MLP computes at a time, whatever the policy; 0: all. See `MlpBase::set_tile`.
+  int64_t mlp_tile = 0;
 
   /// The whole of the block runs again.
   bool applies_to(int64_t layer) const {
@@ -147,6 +151,8 @@ class LanguageModel : public Module {
   virtual const ModelShape& shape() const = 0;
   /// Of all blocks (Block), in their order; a model need not know of it.
   void set_recompute(const RecomputePolicy& policy);
+  /// The blocks' inputs in host memory; null without `RecomputePolicy::offload`.
+  const HostCheckpoints* host_checkpoints() const { return host_checkpoints_.get(); }
   /// What it was made of, if it is of a family (family.h), which transformers knows too; else null.
   virtual std::unique_ptr<FamilyConfig> family_config() const;
 
@@ -209,6 +215,7 @@ class LanguageModel : public Module {
 
   Tensor positions_;
   int64_t positions_first_ = 0;
+  std::shared_ptr<HostCheckpoints> host_checkpoints_;
 };
 
 /// Checks of a shape that all models share; ConfigError that names `model` and the field.

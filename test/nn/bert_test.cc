@@ -9,6 +9,7 @@ namespace {
 using testing::check_bitwise;
 using testing::check_gradients;
 using testing::check_recompute;
+using testing::check_tiles;
 using testing::error_of;
 
 BertConfig tiny() {
@@ -30,7 +31,8 @@ TEST_CASE("bert: gradients match finite differences, tied or not", "[bert]") {
   }
 }
 
-TEST_CASE("bert: recompute policies keep the bits, with dropout too", "[bert]") {
+TEST_CASE("bert: recompute policies and an MLP in tiles keep the bits, with dropout too",
+          "[bert]") {
   for (const double dropout : {0.0, 0.2}) {
     BertConfig c = tiny();
     c.dropout = dropout;
@@ -39,6 +41,7 @@ TEST_CASE("bert: recompute policies keep the bits, with dropout too", "[bert]") 
     check_recompute(model, {{RecomputePolicy::Kind::kFull, 1},
                             {RecomputePolicy::Kind::kEveryN, 2},
                             {RecomputePolicy::Kind::kSelective, 1}});
+    check_tiles(model);
   }
 }
 

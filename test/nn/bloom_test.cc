@@ -8,6 +8,7 @@ namespace {
 using testing::check_cache;
 using testing::check_close;
 using testing::check_recompute;
+using testing::check_tiles;
 using testing::error_of;
 using testing::tol;
 
@@ -49,6 +50,7 @@ TEST_CASE("bloom: recomputed blocks give the same gradients, bit by bit", "[bloo
   model.initialize(3);
   using Kind = RecomputePolicy::Kind;
   check_recompute(model, {{Kind::kFull, 1}, {Kind::kSelective, 1}});
+  check_tiles(model);
 }
 
 TEST_CASE("bloom: heads must divide the width", "[bloom]") {

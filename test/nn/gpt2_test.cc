@@ -12,6 +12,7 @@ using testing::check_cache;
 using testing::check_close;
 using testing::check_gradients;
 using testing::check_recompute;
+using testing::check_tiles;
 using testing::error_of;
 using testing::loss_and_gradients;
 using testing::randint;
@@ -128,6 +129,8 @@ TEST_CASE("gpt2: backward matches finite differences", "[gpt2]") {
   Gpt2 model(c);
   model.initialize(1);
   check_gradients(model);
+  model.set_recompute({.mlp_tile = 3});
+  check_gradients(model);
 }
 
 TEST_CASE("gpt2: recompute gives the same bits, with dropout", "[gpt2]") {
@@ -143,6 +146,21 @@ TEST_CASE("gpt2: recompute gives the same bits, with dropout", "[gpt2]") {
   CHECK(RecomputePolicy{Kind::kEveryN, 2}.applies_to(0));
   CHECK_FALSE(RecomputePolicy{Kind::kEveryN, 2}.applies_to(1));
   CHECK_FALSE(RecomputePolicy{}.applies_to(0));
+}
+
+TEST_CASE("gpt2: an MLP in tiles has the bits of the whole, and gradients as near as sums are",
+          "[gpt2]") {
+  Gpt2Config c = tiny();
+  for (const double dropout : {0.2, 0.0}) {
+    c.dropout = dropout;
+    Gpt2 model(c);
+    model.initialize(1);
+    check_tiles(model);
+  }
+  Gpt2 model(tiny());
+  model.initialize(1);
+  CHECK(error_of([&] { model.set_recompute({.mlp_tile = -1}); }) ==
+        "Mlp(gelu tanh): a tile must not be negative, got -1");
 }
 
 TEST_CASE("gpt2: recompute keeps one block's activations, selective no norms and activations",

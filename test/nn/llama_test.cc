@@ -12,6 +12,7 @@ using testing::check_cache;
 using testing::check_close;
 using testing::check_gradients;
 using testing::check_recompute;
+using testing::check_tiles;
 using testing::error_of;
 using testing::loss_and_gradients;
 using testing::randint;
@@ -191,6 +192,8 @@ TEST_CASE("llama: backward matches finite differences", "[llama]") {
   Llama model(c);
   model.initialize(1);
   check_gradients(model);
+  model.set_recompute({.mlp_tile = 3});
+  check_gradients(model);
   Llama capped(gemma_like());
   capped.initialize(1);
   check_gradients(capped);
@@ -210,14 +213,16 @@ TEST_CASE("llama: a gradient scale known early changes nothing", "[llama]") {
   }
 }
 
-TEST_CASE("llama: recompute gives the same bits", "[llama]") {
+TEST_CASE("llama: recompute and an MLP in tiles give the same bits", "[llama]") {
   Llama model(tiny());
   model.initialize(1);
   using Kind = RecomputePolicy::Kind;
   check_recompute(model, {{Kind::kFull, 1}, {Kind::kSelective, 1}});
+  check_tiles(model);
   Llama capped(gemma_like());
   capped.initialize(1);
   check_recompute(capped, {{Kind::kFull, 1}, {Kind::kSelective, 1}});
+  check_tiles(capped);
 }
 
 TEST_CASE("llama: a cache gives the same logits", "[llama]") {

@@ -16,6 +16,7 @@
 #include "nn/linear.h"
 #include "nn/llama/llama.h"
 #include "test/kernels/op_testing.h"
+#include "test/nn/model_checks.h"
 #include "test/testing.h"
 
 namespace tessera::nn {
@@ -302,6 +303,18 @@ TEST_CASE("add_lora: dropout is of training alone", "[lora]") {
   CHECK(plain != one);
   CHECK(layer.forward(x).to_vector() == plain);
   CHECK(random_state().op_index == 2);
+}
+
+TEST_CASE("add_lora: an MLP in tiles has the same bits and masks of dropout", "[lora]") {
+  Llama model(tiny());
+  model.initialize(1);
+  add_lora(model, {.targets = "all-linear", .rank = 2, .dropout = 0.3});
+  const NoGrad no_grad;
+  for (const NamedParameter& p : model.named_parameters()) {
+    if (is_lora(p)) p.parameter->tensor.copy_(randn(p.parameter->tensor.shape()));
+  }
+  const GradMode grad(true);
+  testing::check_tiles(model);
 }
 
 TEST_CASE("LoraOff: the model without adapters, and never where backward follows", "[lora]") {

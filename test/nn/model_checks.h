@@ -1,5 +1,8 @@
 #pragma once
 
+#include <algorithm>
+#include <cmath>
+
 #include "core/autograd.h"
 #include "core/random.h"
 #include "nn/transformer.h"
@@ -9,7 +12,7 @@
 
 namespace tessera::testing {
 
-/// Loss and the gradients of all parameters for one batch; `grad_scale` is told to the loss before
+/// Loss and the gradients of all trained parameters for one batch; `grad_scale` is told to the loss before
 /// backward if `early`.
 inline std::vector<Tensor> loss_and_gradients(nn::LanguageModel& model, const Tensor& ids_BT,
                                               const Tensor& targets_BT,
@@ -24,7 +27,8 @@ inline std::vector<Tensor> loss_and_gradients(nn::LanguageModel& model, const Te
   backward(loss.sum, grad_scale);
   std::vector<Tensor> results{loss.sum.detach()};
   for (const nn::NamedParameter& entry : parameters) {
-    results.push_back(entry.parameter->tensor.grad().clone());
+    const Tensor& tensor = entry.parameter->tensor;
+    if (tensor.requires_grad()) results.push_back(tensor.grad().clone());
   }
   return results;
 }
@@ -56,6 +60,38 @@ inline void check_recompute(nn::LanguageModel& model,
     REQUIRE(actual.size() == expected.size());
     for (size_t i = 0; i < expected.size(); ++i) check_bitwise(actual[i], expected[i]);
   }
+}
+
+/// With the MLP in tiles of rows the loss has the bits of all rows at once, whatever the policy and the
+/// dropout; so have the gradients if there is one tile, else those of the MLPs' parameters are sums in
+/// another order, and what comes before an MLP is near.
+inline void check_tiles(nn::LanguageModel& model) {
+  using Kind = nn::RecomputePolicy::Kind;
+  const int64_t V = model.shape().vocab_size, num_rows = 3 * 7;
+  const Tensor ids_BT = randint(0, V, {3, 7}), targets_BT = randint(0, V, {3, 7}, kI32, 2);
+  model.set_recompute({});
+  const std::vector<Tensor> expected = loss_and_gradients(model, ids_BT, targets_BT);
+  for (const Kind kind : {Kind::kNone, Kind::kFull, Kind::kSelective}) {
+    for (const int64_t tile : {int64_t{1}, int64_t{4}, int64_t{20}, num_rows, 2 * num_rows}) {
+      INFO(fmt::format("policy {}, tile {}", name_of(kind), tile));
+      model.set_recompute({.kind = kind, .mlp_tile = tile});
+      const std::vector<Tensor> actual = loss_and_gradients(model, ids_BT, targets_BT);
+      check_bitwise(actual[0], expected[0], "loss");
+      for (size_t i = 1; i < expected.size(); ++i) {
+        if (tile >= num_rows) {
+          check_bitwise(actual[i], expected[i]);
+          continue;
+        }
+        const std::vector<double> values = expected[i].to_vector();
+        const double largest =
+            std::abs(*std::max_element(values.begin(), values.end(), [](double a, double b) {
+              return std::abs(a) < std::abs(b);
+            }));
+        check_close(actual[i], expected[i], std::min(1.0, largest) * tol(kF32, num_rows));
+      }
+    }
+  }
+  model.set_recompute({});
 }
 
 /// Tokens that come piece by piece, with a cache, have the logits of a whole forward.

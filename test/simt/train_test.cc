@@ -39,6 +39,7 @@ struct Run {
   DeviceType device = DeviceType::kCuda;
   int num_steps = 10;
   dist::FsdpOptions fsdp = {};
+  nn::RecomputePolicy recompute = {};
   NcclOptions nccl = {};
   /// Calls `submit`, which submits a step.
   std::function<void(int step, const std::function<void()>& submit)> around_step = {};
@@ -84,6 +85,7 @@ Curve train_rank(World& world, const Run& run) {
     nn::DeferredInit deferred;
     model = make_model(run.is_gpt2);
   }
+  model->set_recompute(run.recompute);
   dist::FsdpOptions options = run.fsdp;
   options.precision.param_dtype = run.param_dtype;
   const auto fsdp = dist::fully_shard(*model, world, options);
@@ -223,6 +225,36 @@ TEST_CASE("simt train: late tasks, offload and hybrid sharding leave the bits as
   options.strategy = dist::Strategy::kHybridShard;
   options.shard_size = 2;
   check_same(options, "hybrid");
+  check_clean();
+}
+
+TEST_CASE("simt train: checkpoints in host memory leave the bits, an MLP in tiles the losses",
+          "[train][simt]") {
+  using Kind = nn::RecomputePolicy::Kind;
+  for (const bool is_gpt2 : {true, false}) {
+    const auto curve = [&](const nn::RecomputePolicy& recompute, int delay_us = 0) {
+      simt::set_random_delays(delay_us, 7);
+      const Curve c =
+          train({.is_gpt2 = is_gpt2, .param_dtype = kBF16, .num_steps = 3, .recompute = recompute});
+      simt::set_random_delays(0, 0);
+      return c;
+    };
+    const Curve expected = curve({});
+    for (const int delay_us : {0, 100}) {
+      const Curve away = curve({.kind = Kind::kFull, .offload = true}, delay_us);
+      CHECK(away.losses == expected.losses);
+      CHECK(away.grad_norms == expected.grad_norms);
+    }
+    const Curve tiled = curve({.kind = Kind::kFull, .mlp_tile = 5});
+    const Curve both = curve({.kind = Kind::kFull, .offload = true, .mlp_tile = 5}, 100);
+    CHECK(both.losses == tiled.losses);
+    CHECK(both.grad_norms == tiled.grad_norms);
+    for (size_t i = 0; i < expected.losses.size(); ++i) {
+      CHECK(std::fabs(tiled.losses[i] - expected.losses[i]) <= 1e-3 * expected.losses[i]);
+      CHECK(std::fabs(tiled.grad_norms[i] - expected.grad_norms[i]) <=
+            1e-2 * expected.grad_norms[i]);
+    }
+  }
   check_clean();
 }
 

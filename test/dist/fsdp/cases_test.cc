@@ -365,6 +365,27 @@ TEST_CASE("fsdp case: units inside a recomputed unit", "[fsdp]") {
   const FsdpResult expected = run_fsdp_on_threads(2, llama);
   llama.recompute.kind = nn::RecomputePolicy::Kind::kFull;
   check_same(run_fsdp_on_threads(2, llama), expected, "min_num_params with recompute");
+  llama.recompute.offload = true;
+  check_same(run_fsdp_on_threads(2, llama), expected, "and checkpoints in host memory");
+}
+
+TEST_CASE("fsdp case: units inside an MLP that computes in tiles", "[fsdp]") {
+  FsdpRun llama;
+  llama.recompute.mlp_tile = 9;
+  const FsdpResult expected = run_fsdp_on_threads(2, llama);
+  for (const auto& wrap : {dist::wrap::min_num_params(500), dist::wrap::by_class<nn::SwiGlu>(),
+                           dist::wrap::by_class<nn::Linear>()}) {
+    for (const auto kind : {nn::RecomputePolicy::Kind::kNone, nn::RecomputePolicy::Kind::kFull}) {
+      for (const Strategy strategy : {Strategy::kFullShard, Strategy::kShardGradOp}) {
+        FsdpRun run = llama;
+        run.fsdp.wrap = wrap;
+        run.fsdp.strategy = strategy;
+        run.recompute.kind = kind;
+        check_same(run_fsdp_on_threads(2, run), expected,
+                   fmt::format("{}, policy {}", name_of(strategy), name_of(kind)));
+      }
+    }
+  }
 }
 
 TEST_CASE("fsdp case: recompute gathers a block twice, or once where it stays", "[fsdp]") {

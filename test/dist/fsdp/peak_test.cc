@@ -48,12 +48,12 @@ struct Peak {
 };
 
 /// Of step 1 on rank 0.
-Peak peak_of(FsdpRun run, int64_t num_layers, Kind kind) {
+Peak peak_of(FsdpRun run, int64_t num_layers, const nn::RecomputePolicy& recompute) {
   Peak peak;
   run.model = model_of(num_layers);
   run.samples_per_step = 2 * kWorld;
   run.num_steps = 2;
-  run.recompute = {kind, 2};
+  run.recompute = recompute;
   run.on_step = [&](int step, dist::Fsdp&, dist::World& world) {
     current_stream().synchronize();
     Allocator& allocator = *Context::current()->allocator();
@@ -84,7 +84,7 @@ TEST_CASE("fsdp peak: activations are as the formula says, whatever the depth an
         run.fsdp.strategy = strategy;
         run.fsdp.prefetch_forward = run.fsdp.prefetch_backward = prefetch;
         if (strategy >= dist::Strategy::kHybridShard) run.fsdp.shard_size = 2;
-        const Peak peak = peak_of(run, num_layers, Kind::kNone);
+        const Peak peak = peak_of(run, num_layers, {Kind::kNone});
         INFO(fmt::format("{}, prefetch {}, {} layers", name_of(strategy), prefetch, num_layers));
         CHECK(peak.others == peak.others_after);  // nothing else comes and goes in a step
         rests.insert(peak.activations - num_layers * block - workspace);
@@ -110,12 +110,12 @@ TEST_CASE("fsdp peak: recompute lowers it by what the policy plans", "[fsdp]") {
       std::map<int64_t, int64_t> none, selective;
       for (const int64_t num_layers : {2, 8, 32}) {
         INFO(fmt::format("reshards {}, prefetch {}, {} layers", reshards, prefetch, num_layers));
-        none[num_layers] = peak_of(run, num_layers, Kind::kNone).activations;
-        selective[num_layers] = peak_of(run, num_layers, Kind::kSelective).activations;
+        none[num_layers] = peak_of(run, num_layers, {Kind::kNone, 2}).activations;
+        selective[num_layers] = peak_of(run, num_layers, {Kind::kSelective, 2}).activations;
         // One block at a time is whole, with its output computed again.
-        CHECK(none[num_layers] - peak_of(run, num_layers, Kind::kFull).activations ==
+        CHECK(none[num_layers] - peak_of(run, num_layers, {Kind::kFull, 2}).activations ==
               (num_layers - 1) * saved - input);
-        CHECK(none[num_layers] - peak_of(run, num_layers, Kind::kEveryN).activations ==
+        CHECK(none[num_layers] - peak_of(run, num_layers, {Kind::kEveryN, 2}).activations ==
               num_layers / 2 * saved);
       }
       // A block that computes its cheap part again takes more at once: what counts is the depth.
@@ -123,6 +123,33 @@ TEST_CASE("fsdp peak: recompute lowers it by what the policy plans", "[fsdp]") {
         CHECK(none[num_layers] - none[2] - (selective[num_layers] - selective[2]) ==
               (num_layers - 2) * cheap);
       }
+    }
+  }
+}
+
+TEST_CASE(
+    "fsdp peak: with MLPs in tiles and checkpoints on the host it does not grow with the depth",
+    "[fsdp]") {
+  const nn::LlamaConfig c = model_of(2);
+  const int64_t input = nbytes(c.width);
+  for (const int prefetch : {0, 2}) {
+    FsdpRun run;
+    run.fsdp.prefetch_forward = run.fsdp.prefetch_backward = prefetch;
+    std::map<int64_t, int64_t> full, tiled, away;
+    for (const int64_t num_layers : {2, 8, 32}) {
+      full[num_layers] = peak_of(run, num_layers, {Kind::kFull}).activations;
+      tiled[num_layers] =
+          peak_of(run, num_layers, {.kind = Kind::kFull, .mlp_tile = 4}).activations;
+      const Peak peak =
+          peak_of(run, num_layers, {.kind = Kind::kFull, .offload = true, .mlp_tile = 4});
+      away[num_layers] = peak.activations;
+      INFO(fmt::format("prefetch {}, {} layers: {} {} {}", prefetch, num_layers, full[num_layers],
+                       tiled[num_layers], away[num_layers]));
+      CHECK(peak.others == peak.others_after);
+      CHECK(tiled[num_layers] - tiled[2] == (num_layers - 2) * input);
+      CHECK(away[num_layers] == away[2]);
+      // Gate and up, their product and the gradient of both: five widths of all rows, or of a tile.
+      CHECK(full[num_layers] - tiled[num_layers] > nbytes(3 * c.ffn_width));
     }
   }
 }
