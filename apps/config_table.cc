@@ -603,6 +603,17 @@ void add_memory(ConfigTable& t, Config& c) {
         "policy every_n: every n-th block is recomputed")
       .needs(c.recompute.kind == nn::RecomputePolicy::Kind::kEveryN, "recompute.policy = every_n")
       .also("selective_ac_option");
+  t.add("recompute.offload", c.recompute.offload,
+        "inputs of recomputed blocks are kept in host memory until backward and copied while other "
+        "blocks compute: two are on the device at a time; on cpu, a second pool of the same memory")
+      .needs(c.recompute.applies_to(0), "recompute.policy = full or every_n")
+      .also("activation_offloading activations_checkpoint_offload");
+  t.add(
+       "recompute.mlp_tile", c.recompute.mlp_tile, at_least(0),
+       "tokens for which MLPs compute at a time, in forward and again in backward, keeping nothing "
+       "as wide as model.ffn; gradients of their weights add up in another order; 0: all at once")
+      .field("RecomputePolicy::mlp_tile")
+      .also("tiled_mlp use_tiled_mlp");
 
   add_nbytes(t, "memory.limit", c.runtime.memory_limit,
              "device memory that a rank may allocate, such as \"2GiB\"; none: no limit")

@@ -77,7 +77,7 @@ std::function<std::string(std::string_view)> option_keys() {
        {"FsdpOptions::strategy", "FsdpOptions::sync_every_micro_batch", "FsdpOptions::offload",
         "FsdpOptions::prefetch_forward", "FsdpOptions::prefetch_backward", "FsdpOptions::wrap",
         "FsdpOptions::gradient_pieces", "PrecisionOptions::param_dtype", "RecomputePolicy::kind",
-        "batch", "sequence"}) {
+        "RecomputePolicy::mlp_tile", "batch", "sequence"}) {
     keys[option] = key_of_option(option);
   }
   return [keys = std::move(keys)](std::string_view option) {

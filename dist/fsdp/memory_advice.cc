@@ -259,6 +259,8 @@ void Advice::propose_activations() {
   propose(words("batch") + ", half of it", half);
   text_ += fmt::format("    {:<48} what blocks keep for backward\n",
                        option("RecomputePolicy::kind", "full, or selective"));
+  text_ += fmt::format("    {:<48} what MLPs hold for all tokens at a time\n",
+                       option("RecomputePolicy::mlp_tile", "1024"));
   propose(words("sequence") + ", half of it", half);
   if (options_.precision.param_dtype == kF32) {
     propose(option("PrecisionOptions::param_dtype", "bf16"), half);

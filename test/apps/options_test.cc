@@ -132,6 +132,7 @@ TEST_CASE("options: what an out-of-memory error advises is said in keys", "[opti
       {"FsdpOptions::gradient_pieces", "fsdp.gradient_pieces"},
       {"PrecisionOptions::param_dtype", "precision.param_dtype"},
       {"RecomputePolicy::kind", "recompute.policy"},
+      {"RecomputePolicy::mlp_tile", "recompute.mlp_tile"},
       {"batch", "train.micro_batch"},
       {"sequence", "model.context"},
       {"FsdpOptions::unknown", "FsdpOptions::unknown"}};
@@ -147,6 +148,7 @@ TEST_CASE("options: what an out-of-memory error advises is said in keys", "[opti
   CHECK(states.find("\n    fsdp.offload=optimizer ") != std::string::npos);
   CHECK(activations.find("\n    train.micro_batch, half of it ") != std::string::npos);
   CHECK(activations.find("\n    recompute.policy=full, or selective ") != std::string::npos);
+  CHECK(activations.find("\n    recompute.mlp_tile=1024 ") != std::string::npos);
   CHECK(activations.find("\n    model.context, half of it ") != std::string::npos);
   for (const std::string& text : {states, activations}) {
     CHECK(text.find("Options::") == std::string::npos);

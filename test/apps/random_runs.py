@@ -159,6 +159,8 @@ class Case:
                 keys["precision.reduce_dtype"] = precision
             if precision == "bf16" and d.maybe(0.3):
                 keys["optim.stochastic_rounding"] = "true"
+        if d.maybe(0.2):
+            keys["recompute.mlp_tile"] = d.choice([1, 5, 16])
         more = self.tuning(keys)
         if "data.chat_template" in more:
             self.is_text = True
@@ -253,6 +255,8 @@ class Case:
         keys["recompute.policy"] = d.choice(["none", "full", "every_n", "selective"])
         if keys["recompute.policy"] == "every_n":
             keys["recompute.every_n"] = d.choice([2, 3])
+        if keys["recompute.policy"] in ("full", "every_n"):
+            keys["recompute.offload"] = str(d.maybe(0.5)).lower()
         keys["debug.order_check"] = str(d.maybe(0.5)).lower()
         keys["debug.poison"] = str(d.maybe(0.5)).lower()
         if d.maybe(0.7):

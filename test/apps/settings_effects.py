@@ -589,6 +589,13 @@ ROWS = [
         "attention_fwd") < 2 * a.count("attention_fwd"), same=True),
     Row("recompute.every_n", 3, lambda a, b: a.count("attention_fwd") - b.count("attention_fwd") == 2,
         {"recompute.policy": "every_n", "model.layers": 6}, same=True),
+    # Two steps of two blocks; the last one's input has not left when its backward begins.
+    Row("recompute.offload", "true", lambda a, b: "d2h" not in a.streams and
+        b.streams["d2h"].count("offload_checkpoint") == 4 and b.streams["h2d"].count("fetch_checkpoint") == 2,
+        {"recompute.policy": "full"}, same=True),
+    # 16 tokens in two tiles, forward and again.
+    Row("recompute.mlp_tile", 8, both(more("swiglu_fwd", 4), lambda a, b: all(
+        abs(x - y) <= 1e-5 * x for x, y in zip(a.values("loss"), b.values("loss"), strict=True)))),
     Row("memory.limit", "4MiB", peak_is_right, WIDE),
     # The logits' block, free behind the loss, is given away whole instead of being cut.
     Row("memory.split", "64MiB", lambda a, b: b.steps[-1]["reserved_bytes"] >
