@@ -26,7 +26,7 @@ std::string full_name(const std::string& argument) {
 }
 
 /// CONFIG and the overrides, which may stand on either side of it.
-Config parse_arguments(const std::vector<std::string>& arguments) {
+Config parse_arguments(const std::vector<std::string>& arguments, Config defaults = {}) {
   std::string path;
   std::vector<std::string> overrides;
   for (size_t i = 0; i < arguments.size(); ++i) {
@@ -44,10 +44,10 @@ Config parse_arguments(const std::vector<std::string>& arguments) {
                                     shorten(path), shorten(argument)));
     }
   }
-  if (path.empty() && overrides.empty()) {
+  if (path.empty() && overrides.empty() && !defaults.is_own) {
     throw ConfigError("command line: no arguments, expected CONFIG.toml (see --help)");
   }
-  return load_config(path, overrides);
+  return load_config_over(std::move(defaults), path, overrides);
 }
 
 /// The World's own words, and the key that they are about.
@@ -64,6 +64,11 @@ void check_launcher(dist::World& world, bool single_process) {
 }
 
 }  // namespace
+
+Config own_config(const std::vector<std::string>& arguments, Config defaults) {
+  defaults.is_own = true;
+  return parse_arguments(arguments, std::move(defaults));
+}
 
 int train_command(const std::vector<std::string>& arguments, dist::World& world) {
   if (std::find(arguments.begin(), arguments.end(), "--version") != arguments.end()) {

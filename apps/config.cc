@@ -104,7 +104,20 @@ void check_lora(const Config& config) {
   }
 }
 
+/// What describes models and data is not for a program that has its own.
+void check_own(const Config& config) {
+  for (const auto& [key, where] : config.origins) {
+    for (const std::string_view section : kOwnSections) {
+      if (!config.is_own || config.is_resolved || key.substr(0, key.find('.')) != section) continue;
+      throw ConfigError(fmt::format(
+          "{}: {}, expected none of section {}: this program has a model and data of its own",
+          where, key, section));
+    }
+  }
+}
+
 void check_data(const Config& config) {
+  if (config.is_own) return;
   const DataConfig& d = config.data;
   std::vector<std::string_view> given;
   const std::pair<const char*, const std::string*> keys[] = {{"text", &d.text},
@@ -281,6 +294,7 @@ const std::string& Config::origin(std::string_view key) const {
 }
 
 void check_config(const Config& config) {
+  check_own(config);
   check_model(config);
   check_lora(config);
   check_data(config);
@@ -293,10 +307,15 @@ void check_config(const Config& config) {
 std::string dump_config(const Config& config) {
   Config copy = config;
   std::string out = std::string(kResolvedComment) + "\n", section;
+  if (config.is_own) out += std::string(kOwnComment) + "\n";
   for (const Field& field : config_fields(copy)) {
     if (!field.is_stored) continue;
     const size_t dot = field.key.find('.');
     const std::string_view own = field.key.substr(0, dot == std::string_view::npos ? 0 : dot);
+    if (config.is_own &&
+        std::find(kOwnSections.begin(), kOwnSections.end(), own) != kOwnSections.end()) {
+      continue;
+    }
     if (own != section) {
       out += fmt::format("\n[{}]\n", own);
       section = own;

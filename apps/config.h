@@ -264,6 +264,8 @@ struct Config {
   /// Whether a file or the command line sets it.
   bool is_given(std::string_view key) const { return origins.contains(key); }
   std::map<std::string, std::string, std::less<>> origins;
+  /// Model and data are a program's own (trainer.h): no key describes them.
+  bool is_own = false;
   bool is_resolved = false;  ///< read from what `dump_config` wrote, which has every key
 };
 
@@ -279,7 +281,11 @@ Config load_config(const std::string& path, std::span<const std::string> overrid
 Config parse_config(std::string_view toml, const std::string& name,
                     std::span<const std::string> overrides = {});
 
-/// Contradictions between keys; called by the two above.
+/// `load_config` over the values of `defaults`, which may say `is_own`.
+Config load_config_over(Config defaults, const std::string& path,
+                        std::span<const std::string> overrides);
+
+/// Contradictions between keys; called by those above.
 void check_config(const Config& config);
 /// Gives `precision.param_dtype = auto` its value: `stored`, which a checkpoint was trained with,
 /// or bf16 on cuda and f32 on the CPU. ConfigError for what that contradicts.

@@ -328,9 +328,10 @@ void derive_defaults(Config& config) {
 
 }  // namespace
 
-Config parse_config(std::string_view text, const std::string& name,
-                    std::span<const std::string> overrides) {
-  Config config;
+namespace {
+
+Config parse_over(Config config, std::string_view text, const std::string& name,
+                  std::span<const std::string> overrides) {
   const Fields fields = config_fields(config);
   if (std::ssize(text) > kMaxConfigNbytes) {
     throw ConfigError(
@@ -346,6 +347,7 @@ Config parse_config(std::string_view text, const std::string& name,
   }
   apply_toml(fields, table, "", name, config);
   config.is_resolved = is_dump(text);
+  if (config.is_resolved && text.find(kOwnComment) != std::string_view::npos) config.is_own = true;
   apply_overrides(fields, overrides, config);
   take_model_from(config);
   take_lora_from(config);
@@ -354,15 +356,27 @@ Config parse_config(std::string_view text, const std::string& name,
   return config;
 }
 
+}  // namespace
+
+Config parse_config(std::string_view text, const std::string& name,
+                    std::span<const std::string> overrides) {
+  return parse_over({}, text, name, overrides);
+}
+
 Config load_config(const std::string& path, std::span<const std::string> overrides) {
-  if (path.empty()) return parse_config("", "", overrides);
+  return load_config_over({}, path, overrides);
+}
+
+Config load_config_over(Config defaults, const std::string& path,
+                        std::span<const std::string> overrides) {
+  if (path.empty()) return parse_over(std::move(defaults), "", "", overrides);
   std::string text;
   try {
     text = read_regular_file(path, kMaxConfigNbytes);
   } catch (const InputError& error) {
     throw ConfigError(error.what());
   }
-  return parse_config(text, path, overrides);
+  return parse_over(std::move(defaults), text, path, overrides);
 }
 
 std::string config_help(std::string_view what) {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <deque>
 #include <optional>
 #include <string_view>
@@ -11,6 +12,12 @@
 // says all that is said of one key alone; what several keys must agree on is in config.cc.
 
 namespace tessera::apps {
+
+/// In what `dump_config` writes of a configuration whose model and data are a program's own.
+inline constexpr std::string_view kOwnComment = "# Model and data are a program's own.";
+/// What such a program has no keys of.
+inline constexpr std::array<std::string_view, 5> kOwnSections = {"model", "lora", "data", "dpo",
+                                                                 "sample"};
 
 /// What it means to resume a checkpoint with another value of a key.
 enum class ResumeKind : unsigned char {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <any>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -139,6 +140,7 @@ struct Batch {
   /// row's targets under the reference.
   int64_t num_pairs = 0;
   std::vector<float> references;
+  std::any own;  ///< what samples of a program's own have besides or instead (trainer.h)
   /// What a loss is the mean of.
   int64_t num_counted() const { return references.empty() ? num_valid : num_pairs; }
 };

@@ -82,7 +82,7 @@ void include_loss(const dist::ClippedNorm& clip, const Tensor& loss) {
   norm.add_(scale_check(loss.detach().view({}), 0.0, clip.found_inf));  // 0 or NaN
 }
 
-std::optional<double> evaluate(nn::LanguageModel& model, dist::Fsdp& fsdp, dist::World& world,
+std::optional<double> evaluate(nn::Module& model, dist::Fsdp& fsdp, dist::World& world,
                                const Samples& samples, const TrainConfig& config,
                                const LossOfBatch& loss_of, const std::function<bool()>& is_to_end) {
   // The same micro-batches whatever the number of ranks: rank r takes r, r + ranks, ...

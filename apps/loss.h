@@ -46,7 +46,7 @@ using LossOfBatch = std::function<LossSum(const Batch&)>;
 /// same on all ranks, and the same bits of one model on any number of them. Nothing without
 /// samples, nor if `is_to_end` says so on any rank before a micro-batch: who ends a run waits for no
 /// evaluation. All ranks call it; the host is at most two micro-batches ahead of the device.
-std::optional<double> evaluate(nn::LanguageModel& model, dist::Fsdp& fsdp, dist::World& world,
+std::optional<double> evaluate(nn::Module& model, dist::Fsdp& fsdp, dist::World& world,
                                const Samples& samples, const TrainConfig& config,
                                const LossOfBatch& loss_of, const std::function<bool()>& is_to_end);
 

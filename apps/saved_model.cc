@@ -129,7 +129,14 @@ Config ModelState::parse() const {
                     path()));
   }
   const bool is_file = path().ends_with(kModelFile);
-  return parse_config(config, is_file ? home + "/config.toml" : path() + ": config");
+  Config parsed = parse_config(config, is_file ? home + "/config.toml" : path() + ": config");
+  if (parsed.is_own) {
+    throw CheckpointError(fmt::format(
+        "{}: its configuration has no model, which is a program's own, expected that of "
+        "tessera-train; export takes --format=tessera",
+        path()));
+  }
+  return parsed;
 }
 
 std::string newest_checkpoint(const std::string& path) {

@@ -5,27 +5,24 @@
 #include <chrono>
 #include <cmath>
 #include <exception>
-#include <filesystem>
 #include <limits>
 #include <mutex>
 #include <thread>
-#include <type_traits>
+#include <tuple>
 
 #include "apps/agreement.h"
 #include "apps/budget.h"
 #include "apps/checkpointing.h"
 #include "apps/config_table.h"
+#include "apps/language_workload.h"
 #include "apps/loss.h"
 #include "apps/metrics.h"
-#include "apps/model_from.h"
 #include "apps/options.h"
-#include "apps/packed_samples.h"
 #include "apps/parameter_groups.h"
-#include "apps/preferences.h"
 #include "apps/run_control.h"
 #include "apps/run_dir.h"
-#include "apps/token_cache.h"
-#include "apps/token_check.h"
+#include "apps/saved_model.h"
+#include "apps/workload.h"
 #include "core/autograd.h"
 #include "core/fatal_signals.h"
 #include "core/files.h"
@@ -37,12 +34,9 @@
 #include "core/runtime/order_check.h"
 #include "core/runtime/staging.h"
 #include "core/text.h"
-#include "dist/checkpoint/huggingface.h"
-#include "dist/checkpoint/peft.h"
 #include "dist/comm/watchdog.h"
 #include "dist/fsdp/shard_view.h"
 #include "dist/fsdp/state_guard.h"
-#include "nn/generate.h"
 
 namespace tessera::apps {
 namespace {
@@ -57,8 +51,8 @@ struct PendingStep {
   int64_t num_targets = 1;     // that count, over all ranks
   std::vector<Tensor> losses;  // sums of this rank's micro-batches
   HostCopy loss_sum, grad_norm, found_inf;
-  HostCopy loss_scale;            // of this step; undefined without one
-  std::vector<HostCopy> rewards;  // of this rank's micro-batches of pairs
+  HostCopy loss_scale;           // of this step; undefined without one
+  std::vector<HostCopy> extras;  // what the losses of this rank's micro-batches say besides
   std::shared_ptr<const dist::ExposedTimes> exposed;
   std::optional<double> spike;  // standard deviations; nothing was applied
   Event done;
@@ -115,50 +109,15 @@ class StatusFile {
   bool is_over_ = false, has_warned_ = false;
 };
 
-/// What a model needs beside it to read and write text. What an earlier run has left of another
-/// tokenizer goes: these names are the run's (RunDir).
-void write_tokenizer(const std::string& dir, const text::Tokenizer& tokenizer) {
-  const std::map<std::string, std::string> files = tokenizer.files();
-  for (const auto& [name, content] : files) write_file_atomically(dir + "/" + name, content);
-  for (const char* name : text::kCompanionFiles) {
-    std::error_code ignored;
-    if (!files.contains(name)) std::filesystem::remove(dir + "/" + name, ignored);
-  }
-}
-
-/// What a run goes through: for training and for validation.
-struct RunSamples {
-  std::unique_ptr<Samples> train, val;
-};
-
-RunSamples make_samples(const Config& config, const Data& data) {
-  const double fraction = config.data.val_fraction;
-  const SampleOptions options = sample_options(config, data);
-  const auto of_parts = [&]<class S>(std::type_identity<S>, const auto& rows) -> RunSamples {
-    return {std::make_unique<S>(rows, options, fraction, SplitPart::kTrain),
-            std::make_unique<S>(rows, options, fraction, SplitPart::kVal)};
-  };
-  if (data.pairs) return of_parts(std::type_identity<PreferenceSamples>{}, data.pairs);
-  if (data.sources) return of_parts(std::type_identity<PackedSamples>{}, data.sources);
-  return {std::make_unique<TrainSamples>(data.train, options),
-          std::make_unique<EvalSamples>(data.val, options)};
-}
-
-/// A pair has two sequences.
-int64_t tokens_per_sample(const Config& config, const Data& data) {
-  return config.model.context * (data.pairs != nullptr ? 2 : 1);
-}
-
 class Trainer {
  public:
   /// `steps_done` follows the steps that the host has seen complete.
-  Trainer(const Config& config, dist::World& world, Data data, RunSamples samples,
-          const std::string& budget, RunDir& run_dir, Checkpointing& checkpoints,
-          StatusFile& status, std::atomic<int64_t>* steps_done);
+  Trainer(const Config& config, dist::World& world, Workload& work, const std::string& budget,
+          RunDir& run_dir, Checkpointing& checkpoints, StatusFile& status,
+          std::atomic<int64_t>* steps_done);
   TrainResult run();
 
  private:
-  void check_tokens() const;
   void check_contents();
   void forget_other_best(const dist::Progress& there);
   void count_batches();
@@ -182,11 +141,8 @@ class Trainer {
   void preempt();
   void save_end();
   void end_run();
-  void print_sample();
   void follow_trace(int64_t step);
   void write_trace();
-  void initialize_parameters();
-  void find_preference_references();
   std::optional<double> validate();
 
   Config config_;
@@ -195,16 +151,13 @@ class Trainer {
   Checkpointing& checkpoints_;
   StatusFile& status_;
   std::atomic<int64_t>* steps_done_;
-  Data data_;
+  Workload& work_;
   std::string data_id_, data_content_, val_id_, val_content_;  // contents once they are read
-  std::unique_ptr<Samples> samples_, eval_samples_;
-  std::optional<TokenCheck> token_check_;  // over before the first save or evaluation
-  const std::string budget_;               // what was resolved of it
-  const LossTerms loss_terms_;
+  const Samples &samples_, &eval_samples_;
+  const std::string budget_;  // what was resolved of it
   int64_t tokens_per_sample_ = 1, grad_accum_steps_ = 1, samples_per_step_ = 1,
           tokens_per_step_ = 1;
-  std::unique_ptr<nn::LanguageModel> model_;
-  std::unique_ptr<dist::PeftReader> adapters_;  // of `lora.from`
+  nn::Module* model_ = nullptr;
   std::unique_ptr<dist::Fsdp> fsdp_;
   std::unique_ptr<optim::Optimizer> optimizer_;
   std::optional<optim::Schedule> schedule_;
@@ -237,69 +190,14 @@ class Trainer {
   StepRate rate_;  // since the start or the last evaluation
 };
 
-bool is_of_base(const nn::NamedParameter& p) {
-  return !nn::is_lora(p);
-}
-
-/// Of pairs, under the model of dpo.reference, or the one that training starts from, whatever
-/// checkpoint it goes on from.
-void Trainer::find_preference_references() {
-  if (data_.pairs == nullptr) return;
-  const std::string& from = config_.dpo.reference;
-  const std::string path = config_.output.dir + "/references.bin";
-  dist::Hasher key;
-  for (const std::string& part : {data_id_, from, reference_identity(config_)}) {
-    key.update(part.c_str(), std::ssize(part) + 1);
-  }
-  bool is_loaded = false;
-  const auto load = [&] {
-    if (from.empty()) return;
-    is_loaded = true;
-    std::optional<dist::HfReader> reader;
-    world_.control().verdict([&] { reader.emplace(from); });
-    dist::load_parameters(*reader, *fsdp_, *model_, is_of_base);
-  };
-  std::shared_ptr<const std::vector<float>> references;
-  {
-    // The reference of adapters is the model without them.
-    std::optional<nn::LoraOff> off;
-    if (config_.lora.is_on()) off.emplace();
-    references =
-        find_references(*model_, *fsdp_, world_, *data_.pairs, sample_options(config_, data_),
-                        config_.train.micro_batch, path, key.digest(), load);
-  }
-  if (is_loaded) initialize_parameters();
-  for (const auto& samples : {samples_.get(), eval_samples_.get()}) {
-    dynamic_cast<PreferenceSamples&>(*samples).set_references(references);
-  }
-}
-
 /// The loss of validation; nothing if the run is to end first.
 std::optional<double> Trainer::validate() {
-  const auto loss_of = [this](const Batch& batch) {
-    if (data_.pairs != nullptr) return preference_loss(*model_, batch, config_.dpo).loss;
-    return batch_loss(*model_, batch);
-  };
-  return evaluate(*model_, *fsdp_, world_, *eval_samples_, config_.train, loss_of,
-                  is_preemption_requested);
+  return evaluate(
+      *model_, *fsdp_, world_, eval_samples_, config_.train,
+      [this](const Batch& batch) { return work_.val_loss(batch); }, is_preemption_requested);
 }
 
-/// By the seed, or the values of `model.from` and `lora.from`.
-void Trainer::initialize_parameters() {
-  fsdp_->initialize(static_cast<uint64_t>(config_.train.seed));
-  if (config_.model.from.empty()) return;
-  std::optional<dist::HfReader> reader;
-  world_.control().verdict(
-      [&] { reader.emplace(config_.model.from, ignored_keys(config_.model)); });
-  dist::load_parameters(*reader, *fsdp_, *model_, is_of_base);
-  if (adapters_ == nullptr) return;
-  const std::vector<std::string> names = adapters_->names();
-  dist::load_parameters(*adapters_, *fsdp_, *model_, [&](const nn::NamedParameter& p) {
-    return std::find(names.begin(), names.end(), p.name) != names.end();
-  });
-}
-
-Trainer::Trainer(const Config& config, dist::World& world, Data data, RunSamples samples,
+Trainer::Trainer(const Config& config, dist::World& world, Workload& work,
                  const std::string& budget, RunDir& run_dir, Checkpointing& checkpoints,
                  StatusFile& status, std::atomic<int64_t>* steps_done)
     : config_(config),
@@ -308,43 +206,30 @@ Trainer::Trainer(const Config& config, dist::World& world, Data data, RunSamples
       checkpoints_(checkpoints),
       status_(status),
       steps_done_(steps_done),
-      data_(std::move(data)),
-      samples_(std::move(samples.train)),
-      eval_samples_(std::move(samples.val)),
+      work_(work),
+      samples_(work.train_samples()),
+      eval_samples_(work.val_samples()),
       budget_(budget),
-      loss_terms_{static_cast<float>(config.train.z_loss),
-                  static_cast<float>(config.train.label_smoothing)},
       guard_(config.guard) {
   world_.control().verdict([&] {
-    check_tokens();
-    data_id_ = fingerprint(data_.train);
-    if (data_.is_split_by_rows()) {
-      data_id_ += fmt::format(", {} for validation", config_.data.val_fraction);
-    }
-    val_id_ = validation_id(data_.is_split_by_rows() ? data_.train : data_.val, config_);
+    work_.check();
+    data_id_ = work_.data_id();
+    val_id_ = work_.val_id();
     count_batches();
     const nn::DeferredInit deferred;
-    model_ = make_model(config_, data_.vocab_size);
-    if (!config_.lora.from.empty()) {
-      adapters_ = std::make_unique<dist::PeftReader>(config_.lora.from);
-      adapters_->attach(*model_);
-    }
+    work_.make_model();
+    model_ = &work_.model();
   });
-  TokenCheck::Options check{.vocab_size = data_.vocab_size,
-                            .results_path = config_.output.dir + "/token_check.txt"};
-  token_check_.emplace(data_.files, std::move(check), world_);
-  model_->set_recompute(config_.recompute);
-  world_.control().verdict([&] { freeze_parameters(config_, *model_); });
-  world_.control().verdict([&] { check_quantized(config_, *model_); });
+  work_.begin_checks(world_);
+  work_.prepare_model(world_);
   try {
-    fsdp_ = dist::fully_shard(*model_, world_, fsdp_options(config_, *model_));
+    fsdp_ = dist::fully_shard(*model_, world_, work_.fsdp_options());
   } catch (const ConfigError& error) {
     const ConfigError in_our_terms(in_keys(config_, error.what()));
     world_.control().verdict(&in_our_terms);  // all ranks have it
   }
-  initialize_parameters();
-  find_preference_references();
-  world_.control().verdict([&] { optimizer_ = make_optimizer(config_, fsdp_->shards()); });
+  work_.initialize(*fsdp_, world_);
+  world_.control().verdict([&] { optimizer_ = work_.make_optimizer(fsdp_->shards()); });
   schedule_.emplace(make_schedule(config_));
   scaler_.emplace(loss_scale_options(config_.precision));
   if (world_.world_size() > 1) fsdp_->exposed_times();  // cuda measures from the first call on
@@ -358,11 +243,10 @@ Trainer::Trainer(const Config& config, dist::World& world, Data data, RunSamples
 void Trainer::resume() {
   const RunIdentity identity{data_id_, static_cast<uint64_t>(config_.train.seed),
                              samples_per_step_};
-  const auto progress =
-      checkpoints_.start({model_.get(), fsdp_.get(), optimizer_.get(), &*scaler_}, identity,
-                         [&](const std::string& line) {
-                           log_ != nullptr ? log_->print(line) : early_lines_.push_back(line);
-                         });
+  const auto progress = checkpoints_.start(
+      {model_, fsdp_.get(), optimizer_.get(), &*scaler_}, identity, [&](const std::string& line) {
+        log_ != nullptr ? log_->print(line) : early_lines_.push_back(line);
+      });
   if (progress) {
     world_.control().verdict([&] {
       if (progress->next_sample <= INT64_MAX / 2 / config_.model.context) return;
@@ -383,14 +267,14 @@ void Trainer::resume() {
     if (!config_.checkpoint.resume_override) data_content_ = progress->data_content;
     forget_other_best(*progress);
   }
-  if (token_check_->is_decided()) check_contents();
+  if (work_.has_contents()) check_contents();
   if (guard_.rewinds()) {
-    const dist::TrainingState state{model_.get(), fsdp_.get(), optimizer_.get(), &*scaler_};
+    const dist::TrainingState state{model_, fsdp_.get(), optimizer_.get(), &*scaler_};
     snapshot_ = std::make_unique<dist::Snapshot>(dist::held_slices(state));
   }
   // What there was before is touched only now that all of the above has gone well.
   run_dir_.begin(step_, checkpoints_.resumed_from(), checkpoints_.run());
-  token_check_->keep_results();
+  work_.begin_run();
   world_.control().verdict([&] {
     if (world_.rank() != 0) return;
     log_ = std::make_unique<MetricsLog>(MetricsLog::Options{
@@ -400,12 +284,8 @@ void Trainer::resume() {
         .progress_bar = prints_to_terminal(),
         .first_step = step_,
         .on_out_closed = [] { request_preemption("a closed standard output"); }});
-    if (data_.tokenizer == nullptr) return;
     for (const std::string& dir : {config_.output.dir, checkpoints_.dir()}) {
-      write_tokenizer(dir, *data_.tokenizer);
-      if (!data_.chat_template.empty()) {
-        write_file_atomically(dir + "/chat_template.jinja", data_.chat_template);
-      }
+      work_.write_companions(dir);
     }
   });
   if (world_.rank() == 0) {
@@ -418,10 +298,7 @@ void Trainer::resume() {
 void Trainer::check_contents() {
   if (has_contents_) return;
   has_contents_ = true;
-  const size_t num_train = data_.num_train_files, num_files = data_.files.size();
-  data_content_ = token_check_->content(0, num_train);
-  val_content_ = token_check_->content(num_train, num_files);
-  if (num_files == num_train) val_content_ = data_content_;  // a part of the same
+  std::tie(data_content_, val_content_) = work_.contents();
   if (!resumed_) return;
   checkpoints_.check_content(data_content_);
   forget_other_best(*resumed_);
@@ -439,28 +316,6 @@ void Trainer::forget_other_best(const dist::Progress& there) {
   log_ != nullptr ? log_->print(line) : early_lines_.push_back(line);
 }
 
-/// What the configuration says of tokens, before the first step instead of after the last.
-void Trainer::check_tokens() const {
-  if (config_.data.separator >= data_.vocab_size) {
-    throw ConfigError(
-        fmt::format("{}: data.separator = {}, expected a token below the vocabulary's size {}",
-                    config_.origin("data.separator"), config_.data.separator, data_.vocab_size));
-  }
-  if (config_.sample.options.num_tokens == 0) return;
-  if (data_.tokenizer == nullptr) {
-    throw ConfigError(fmt::format(
-        "{}: sample.tokens = {} with sources of token shards alone, expected 0 or texts among them, "
-        "which have a tokenizer",
-        config_.origin("sample.tokens"), config_.sample.options.num_tokens));
-  }
-  try {
-    data_.tokenizer->encode(config_.sample.prompt);
-  } catch (const InputError& error) {
-    throw ConfigError(
-        fmt::format("{}: sample.prompt: {}", config_.origin("sample.prompt"), error.what()));
-  }
-}
-
 void Trainer::count_batches() {
   const TrainConfig& t = config_.train;
   const int64_t per_pass = t.micro_batch * world_.world_size();
@@ -469,7 +324,7 @@ void Trainer::count_batches() {
         "{}: train.global_batch = {}, expected a multiple of train.micro_batch x ranks = {} x {}",
         config_.origin("train.global_batch"), t.global_batch, t.micro_batch, world_.world_size()));
   }
-  tokens_per_sample_ = tokens_per_sample(config_, data_);
+  tokens_per_sample_ = work_.tokens_per_sample();
   grad_accum_steps_ = t.global_batch == 0 ? t.grad_accum_steps : t.global_batch / per_pass;
   if (__builtin_mul_overflow(per_pass, grad_accum_steps_, &samples_per_step_) ||
       __builtin_mul_overflow(samples_per_step_, tokens_per_sample_, &tokens_per_step_)) {
@@ -479,13 +334,7 @@ void Trainer::count_batches() {
         config_.origin("train.grad_accum_steps"), grad_accum_steps_, t.micro_batch,
         config_.model.context, world_.world_size()));
   }
-  if (samples_->num_samples() < samples_per_step_) {
-    throw InputError(fmt::format(
-        "data: {} tokens to train on give {} samples of model.context = {}, expected at least one "
-        "step's {}",
-        data_.train.num_tokens(), samples_->num_samples(), config_.model.context,
-        samples_per_step_));
-  }
+  if (samples_.num_samples() < samples_per_step_) work_.fail_too_few(samples_per_step_);
 }
 
 void Trainer::describe() {
@@ -497,51 +346,15 @@ void Trainer::describe() {
   const dist::ShardView view(*fsdp_);
   log_->print(print_tree(*model_, [&](const nn::Module& m) { return view.unit_of(m); }));
   log_->print(fsdp_->summary());
-  if (config_.lora.is_on()) {
-    int64_t trained = 0;
-    for (const nn::NamedParameter& p : model_->named_parameters()) {
-      if (p.parameter->tensor.requires_grad()) trained += p.parameter->tensor.numel();
-    }
-    const int64_t all = model_->num_parameters();
-    log_->print(fmt::format("lora: {} of {} parameters are trained ({:.3g} %)", trained, all,
-                            100.0 * static_cast<double>(trained) / static_cast<double>(all)));
-  }
-  const dist::ParameterRules rules = parameter_rules(config_, *model_);
-  if (!rules.groups.empty() || rules.optimizer) {
-    log_->print(dist::describe_groups(*model_, rules, std::string(name_of(config_.optim.name))));
-  }
-  const auto positions = [](const Samples& samples, const Corpus& corpus) {
-    if (const auto* const pairs = dynamic_cast<const PreferenceSamples*>(&samples)) {
-      return pairs->num_tokens();
-    }
-    const auto* const packed = dynamic_cast<const PackedSamples*>(&samples);
-    return packed != nullptr ? packed->num_positions() : corpus.num_tokens();
-  };
+  const Workload::Print print = [&](const std::string& line) { log_->print(line); };
+  work_.describe_model(print);
+  const auto [num_train, num_val] = work_.num_positions();
   log_->print(fmt::format(
       "data: {} tokens to train on ({} samples), {} for validation; a step: {} samples = {} ranks "
       "x {} passes x {}, {} tokens",
-      positions(*samples_, data_.train), samples_->num_samples(),
-      positions(*eval_samples_, data_.val), samples_per_step_, world_.world_size(),
+      num_train, samples_.num_samples(), num_val, samples_per_step_, world_.world_size(),
       grad_accum_steps_, config_.train.micro_batch, tokens_per_step_));
-  const DataConfig& d = config_.data;
-  if (!data_.chats.empty()) log_->print(data_.chats);
-  if (const text::DocumentTokens& marks = data_.document_tokens;
-      marks.end >= 0 && d.separator < 0) {
-    log_->print(fmt::format(
-        "documents: each begins with {} and ends with {} (data.document_tokens)",
-        shorten(data_.tokenizer->token(marks.begin)), shorten(data_.tokenizer->token(marks.end))));
-  }
-  if (d.val_tokens.empty() && d.val_fraction > 0 && d.val_split == ValSplit::kTail &&
-      !data_.is_split_by_rows()) {
-    log_->print(fmt::format(
-        "validation: the last {:g} % of the data, which may differ from the rest of it; "
-        "--data.val_split=interleave takes pieces from all over",
-        d.val_fraction * 100));
-  }
-  if (const std::string skipped = short_shards(data_.train, config_.model.context);
-      !skipped.empty() && !data_.is_split_by_rows()) {
-    log_warning("{}", skipped);
-  }
+  work_.describe_data(print);
   const bool is_cuda = Context::current()->device().type == DeviceType::kCuda;
   if (const auto idle = keys_without_effect(config_, is_cuda); !idle.empty()) {
     constexpr size_t kMaxNbytes = 3000;
@@ -577,7 +390,7 @@ void Trainer::read_batches() {
   try {
     for (int64_t pass = 0; pass < grad_accum_steps_; ++pass) {
       const int64_t offset = (pass * world_.world_size() + world_.rank()) * B;
-      batches_.push_back(samples_->batch(next_sample_ + offset, B));
+      batches_.push_back(samples_.batch(next_sample_ + offset, B));
     }
   } catch (const InputError& error) {
     data_error_ = error;
@@ -595,7 +408,7 @@ PendingStep Trainer::submit_step(int64_t step) {
   PendingStep pending;
   pending.step = step + 1;
   pending.first_sample = next_sample_;
-  pending.num_targets = samples_->num_targets(next_sample_, samples_per_step_);
+  pending.num_targets = samples_.num_targets(next_sample_, samples_per_step_);
   const int64_t B = config_.train.micro_batch;
   // The mean over the step's targets of all ranks: folded in where the gradient starts.
   const Tensor grad_scale = scaler_->grad_scale(1.0 / static_cast<double>(pending.num_targets));
@@ -607,14 +420,7 @@ PendingStep Trainer::submit_step(int64_t step) {
                       .sample_offset = offset};
     fsdp_->begin_micro_batch(static_cast<int>(pass), static_cast<int>(grad_accum_steps_));
     const Batch& batch = batches_[static_cast<size_t>(pass)];
-    LossSum loss;
-    if (data_.pairs != nullptr) {
-      PreferenceSum of_pairs = preference_loss(*model_, batch, config_.dpo);
-      loss = std::move(of_pairs.loss);
-      pending.rewards.emplace_back(of_pairs.rewards);
-    } else {
-      loss = batch_loss(*model_, batch, grad_scale, loss_terms_);
-    }
+    const LossSum loss = work_.loss(batch, grad_scale, pending.extras);
     backward(loss.sum, grad_scale);
     pending.losses.push_back(loss.sum.detach().view({1}));
   }
@@ -658,9 +464,7 @@ StepMetrics Trainer::finish_step(const PendingStep& pending) {
   m.lr = pending.lr;
   m.loss = pending.loss_sum.item() / static_cast<double>(pending.num_targets);
   m.grad_norm = pending.grad_norm.item();
-  if (!pending.rewards.empty()) {
-    m.rewards = mean_rewards(pending.rewards, config_.train.micro_batch, world_);
-  }
+  work_.add_metrics(m, pending.extras, world_);
   m.tokens = (pending.first_sample + samples_per_step_) * tokens_per_sample_;
   if (pending.exposed != nullptr) {
     m.exposed_gather_ms = pending.exposed->gather_ms();
@@ -691,9 +495,9 @@ StepMetrics Trainer::finish_step(const PendingStep& pending) {
   const AllocatorStats memory = Context::current()->allocator()->stats();
   m.peak_bytes = memory.peak_allocated;
   m.reserved_bytes = memory.reserved;
-  if (config_.output.peak_tflops > 0) {
-    m.mfu = m.tokens_per_second * model_->flops_per_token(config_.model.context) /
-            (config_.output.peak_tflops * 1e12 * world_.world_size());
+  const double flops = work_.flops_per_token();
+  if (config_.output.peak_tflops > 0 && flops > 0) {
+    m.mfu = m.tokens_per_second * flops / (config_.output.peak_tflops * 1e12 * world_.world_size());
   }
   const bool is_accepted = accept_step(pending, m);
   if (pending.loss_scale.is_defined()) m.loss_scale = pending.loss_scale.item();
@@ -858,7 +662,7 @@ void Trainer::finish(bool evaluates, bool is_end) {
       log(m);
       throw;
     }
-    if (!m.val_loss && eval_samples_->num_samples() > 0 && log_ != nullptr) {
+    if (!m.val_loss && eval_samples_.num_samples() > 0 && log_ != nullptr) {
       log_->print(fmt::format("evaluation after step {}: cut short, the run is to end", step_));
     }
     // Rates and waits of the next steps are theirs alone.
@@ -873,9 +677,8 @@ void Trainer::finish(bool evaluates, bool is_end) {
   result_.loss = m.loss;
   if (m.val_loss) result_.val_loss = m.val_loss;
   log(m);
-  if (const auto* const packed = dynamic_cast<const PackedSamples*>(samples_.get());
-      is_end && packed != nullptr && log_ != nullptr) {
-    log_->print(sources_text(*packed->plan(), *data_.sources, next_sample_));
+  if (is_end && log_ != nullptr) {
+    work_.describe_end(next_sample_, [&](const std::string& line) { log_->print(line); });
   }
 }
 
@@ -883,6 +686,7 @@ void Trainer::finish(bool evaluates, bool is_end) {
 /// then save before they end.
 void Trainer::log(const StepMetrics& m) {
   status_.set_loss(m.loss);
+  work_.end_step(m);
   if (log_ == nullptr) return;
   status_.progress(m.step, m.loss);
   write_log([&] { log_->add(m); });
@@ -899,7 +703,7 @@ void Trainer::write_log(const std::function<void()>& write) {
 
 /// Of a run that had ended before it was evaluated.
 void Trainer::evaluate_end() {
-  if (eval_samples_->num_samples() == 0 || !token_check_->finish(is_preemption_requested)) return;
+  if (eval_samples_.num_samples() == 0 || !work_.finish_checks(is_preemption_requested)) return;
   val_loss_ = validate();
   if (!val_loss_) return;
   if (!best_val_loss_ || *val_loss_ < *best_val_loss_) best_val_loss_ = val_loss_;
@@ -915,6 +719,7 @@ TrainResult Trainer::run() {
   result_.steps = step_;
   if (step_ < num_steps) read_first_batches();
   SignalHandlers::begin_steps();
+  work_.begin_steps(step_);
   if (step_ == num_steps && !val_loss_) evaluate_end();
   while (step_ < num_steps) {
     if (guard_.rewinds() && step_ % config_.guard.snapshot_every == 0) take_snapshot();
@@ -941,7 +746,7 @@ TrainResult Trainer::run() {
     const bool is_save_due = checkpoints_.is_due(step_) || decision.is_save_due;
     // Who asked for the end may not leave the time for it: a resume reads the tokens again.
     if ((is_eval_due || is_save_due) && !decision.is_preempted && !decision.has_failed) {
-      decision.is_preempted = !token_check_->finish(is_preemption_requested);
+      decision.is_preempted = !work_.finish_checks(is_preemption_requested);
       if (!decision.is_preempted) check_contents();
     }
     const bool is_cut = decision.is_preempted || decision.has_failed;
@@ -1013,30 +818,18 @@ void Trainer::end_run() {
   write_trace();
   if (!is_end_saved_) save_end();
   world_.control().verdict(log_error_ ? &*log_error_ : nullptr);
-  print_sample();
+  work_.show_model(*fsdp_, world_, [&](const std::string& text) {
+    if (log_ != nullptr) log_->print_text(text);
+  });
   checkpoints_.finish();
 }
 
-void Trainer::print_sample() {
-  if (config_.sample.options.num_tokens == 0) return;
-  nn::GenerateOptions options = config_.sample.options;
-  options.sampling.seed = static_cast<uint64_t>(config_.train.seed);
-  options.on_token = [&](int64_t, int32_t) {
-    return world_.control().max(is_preemption_requested() ? 1 : 0) == 0;
-  };
-  std::vector<int32_t> text = data_.tokenizer->encode(config_.sample.prompt);
-  const std::vector<int32_t> added = nn::generate(*model_, text, options);
-  fsdp_->end_forward();
-  text.insert(text.end(), added.begin(), added.end());
-  if (log_ != nullptr)
-    log_->print_text("sample:\n" + text::decode_generated(*data_.tokenizer, text));
-}
+using TrainingRun = Trainer;
 
 }  // namespace
 
-TrainResult train(const Config& given, dist::World& world) {
-  check_agreement(world.control(), facts_of(given));
-  Config config = given;
+std::shared_ptr<Context> make_context(Config& config, dist::World& world) {
+  check_agreement(world.control(), facts_of(config));
   world.watchdog().set_timeout(
       std::chrono::milliseconds(static_cast<int64_t>(config.dist.timeout * 1e3)));
   world.watchdog().set_verbose(config.debug.dist);
@@ -1057,25 +850,19 @@ TrainResult train(const Config& given, dist::World& world) {
       }
     }
   });
-  Data data;
-  Texts texts;
-  world.control().verdict([&] { texts = open_texts(config); });
-  const auto load = [&](const std::vector<std::string>& caches) {
-    std::vector<Fact> facts;
-    world.control().verdict([&] {
-      data = load_data(config, texts, caches, context->options().num_threads);
-      facts = facts_of(config, data, context->device());
-    });
-    check_agreement(world.control(), facts);
-  };
-  // Tokens that are kept lie in the run's directory, which is held before they are made.
-  const std::string cache_dir = config.output.dir + "/token_cache";
-  const bool has_cache = world.control().max(texts.has_caches() ? 1 : 0) != 0;
-  if (!has_cache) load({});
+  return context;
+}
+
+TrainResult run_training(const Config& given, dist::World& world,
+                         const std::shared_ptr<Context>& context, std::unique_ptr<Workload> owned) {
+  Config config = given;
+  const Context::Scope scope(context);
+  const std::unique_ptr<Workload> held = std::move(owned);  // not longer than the scope
+  Workload& work = *held;
+  work.open(config, world, *context);
   world.control().verdict([&] { check_trace_path(config, world.rank()); });
   RunDir run_dir(config, world);  // held until the end
   Checkpointing checkpoints(config, world);
-  const Context::Scope scope(context);
   StatusFile status(config.output.dir, run_dir);
   std::atomic<bool> has_spoken = false;  // this rank: it may say more
   const auto report = [&](RunState state, int64_t step, const std::string& why,
@@ -1113,22 +900,19 @@ TrainResult train(const Config& given, dist::World& world) {
   };
   const std::unique_ptr<dist::World, decltype(forget)> scope_of_action(&world, forget);
   try {
-    std::vector<std::string> caches;
-    if (has_cache) {
-      caches = make_token_caches(texts, cache_dir, world);
-      load(caches);
-    }
-    RunSamples samples;
+    // Tokens that are kept lie in the run's directory, which is held before they are made.
+    work.load(config, world, *context);
     std::string budget;
     world.control().verdict([&] {
-      samples = make_samples(config, data);
-      budget = resolve_budget(config, {.samples_per_epoch = samples.train->num_samples(),
-                                       .tokens_per_sample = tokens_per_sample(config, data),
+      work.make_samples(config);
+      budget = resolve_budget(config, {.samples_per_epoch = work.train_samples().num_samples(),
+                                       .tokens_per_sample = work.tokens_per_sample(),
                                        .world_size = world.world_size()});
+      work.set_config(config);
     });
-    Trainer trainer(config, world, std::move(data), std::move(samples), budget, run_dir,
-                    checkpoints, status, steps_done.get());
-    if (world.rank() == 0) remove_other_token_caches(cache_dir, caches);
+    TrainingRun trainer(config, world, work, budget, run_dir, checkpoints, status,
+                        steps_done.get());
+    work.set_up(world);
     set_fatal_report(fatal_report);  // only now an earlier run's status is this one's
     const TrainResult result = trainer.run();
     if (context->order_check() != nullptr) {
@@ -1156,6 +940,12 @@ TrainResult train(const Config& given, dist::World& world) {
     report(RunState::kFailed, *steps_done, error.what(), /*is_stand_in=*/is_mine);
     throw;
   }
+}
+
+TrainResult train(const Config& given, dist::World& world) {
+  Config config = given;
+  const std::shared_ptr<Context> context = make_context(config, world);
+  return run_training(config, world, context, make_language_workload());
 }
 
 }  // namespace tessera::apps

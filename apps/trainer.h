@@ -1,13 +1,24 @@
 #pragma once
 
+#include <cstdint>
+#include <functional>
+#include <memory>
 #include <optional>
+#include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "apps/config.h"
-#include "apps/options.h"
-#include "apps/saved_model.h"
+#include "apps/data.h"
+#include "apps/metrics.h"
+#include "apps/run_control.h"
+#include "core/runtime/context.h"
 #include "dist/comm/world.h"
+#include "dist/fsdp/fully_shard.h"
+#include "kernels/loss/loss.h"
+#include "nn/module.h"
+#include "optim/optimizer.h"
 
 namespace tessera::apps {
 
@@ -35,5 +46,106 @@ TrainResult train(const Config& config, dist::World& world);
 
 /// `tessera-train` with the arguments after the program's name.
 int train_command(const std::vector<std::string>& arguments, dist::World& world);
+
+/// Told what happens in a run, on every rank. What it keeps of its own is not in checkpoints.
+class Callback {
+ public:
+  virtual ~Callback() = default;
+  virtual void on_begin(int64_t /*steps_done*/) {}
+  /// A step, as the host knows it one step later, with its validation if there was one. Loss, gradient
+  /// norm and what follows from them are the same on all ranks, times and bytes are each rank's.
+  /// `Trainer::request_end` may be called.
+  virtual void on_step(const StepMetrics&) {}
+  virtual void on_end(const TrainResult&) {}
+};
+
+/// Samples of a program's own: sample i in [0, num_samples) whenever, on whatever rank, `read` is
+/// asked for it. With a `shuffle_seed` (to train on) each epoch has an order of its own; without (to
+/// evaluate) they come in order.
+class OwnSamples : public Samples {
+ public:
+  /// The batch of some samples: `B`, `num_valid` (what the loss is the mean of; 0: of samples) and
+  /// what its loss needs, in `own`, say. The last batch of an evaluation may be shorter.
+  using Read = std::function<Batch(std::span<const int64_t> indices)>;
+  /// InputError for no samples.
+  OwnSamples(int64_t num_samples, Read read, std::optional<uint64_t> shuffle_seed = std::nullopt);
+
+  int64_t num_samples() const override { return num_samples_; }
+  Batch batch(int64_t first_sample, int64_t B) const override;
+  /// A sample is one target.
+  int64_t num_targets(int64_t, int64_t count) const override { return count; }
+
+ private:
+  int64_t num_samples_;
+  Read read_;
+  std::optional<uint64_t> shuffle_seed_;
+};
+
+/// `CONFIG.toml` and `--section.key=value` (also --resume, as tessera-train has it) over `defaults`, for
+/// a program with a model and data of its own: keys of model, lora, data, dpo and sample are
+/// ConfigErrors.
+Config own_config(const std::vector<std::string>& arguments, Config defaults = {});
+
+/// A run like that of `train`, with checkpoints, resume, guards, metrics and signals, of a program's
+/// own model, samples and loss:
+///
+///   int main(int argc, char** argv) {
+///     return dist::run_main(argc, argv, [&](dist::World& world) {
+///       apps::Trainer trainer(apps::own_config({argv + 1, argv + argc}), world);
+///       Net& net = trainer.make_model<Net>(/*width=*/64);
+///       trainer.set_samples(std::make_unique<apps::OwnSamples>(1000, read, /*shuffle_seed=*/1));
+///       trainer.set_loss([&](const apps::Batch& batch) { return ...; });
+///       trainer.run();
+///       return 0;
+///     });
+///   }
+///
+/// All ranks make the same calls. Tensors may be made from the constructor on: it opens the Context of
+/// the run, which ends with it.
+class Trainer {
+ public:
+  /// Errors   ConfigError if the ranks' configurations differ, or the device cannot be used
+  Trainer(Config config, dist::World& world);
+  ~Trainer();
+  Trainer(const Trainer&) = delete;
+  Trainer& operator=(const Trainer&) = delete;
+
+  /// A model without bytes, its parameters of `precision.param_dtype`; units by `wrap`, else by
+  /// `fsdp.wrap`. It has values from `fsdp->initialize(train.seed)`, or a checkpoint, on.
+  template <class M, class... Args>
+  M& make_model(Args&&... args) {
+    const nn::DeferredInit deferred;
+    const nn::ParameterDtype dtype(param_dtype());
+    auto model = std::make_unique<M>(std::forward<Args>(args)...);
+    M& made = *model;
+    set_model(std::move(model));
+    return made;
+  }
+  void set_model(std::unique_ptr<nn::Module> model);
+  void set_wrap(dist::WrapPolicy wrap);
+  /// To train on, and to evaluate (`train.eval_every`). `data_id`: what a resume compares.
+  void set_samples(std::unique_ptr<Samples> train, std::unique_ptr<Samples> val = nullptr,
+                   std::string data_id = "");
+  /// The sum of the losses of a batch's targets (`sum` alone is read), on the current stream: the
+  /// gradient is that of its mean over the step's targets of all ranks.
+  void set_loss(std::function<LossSum(const Batch&)> loss);
+  /// In place of the one that `optim.*` describes. It is given the learning rate of that schedule.
+  using MakeOptimizer =
+      std::function<std::unique_ptr<optim::Optimizer>(const std::vector<optim::FlatShard>& shards)>;
+  void set_optimizer(MakeOptimizer make);
+  void add_callback(std::unique_ptr<Callback> callback);
+
+  /// The whole run, once. Errors of `train`; ConfigError if model, samples or loss are missing.
+  TrainResult run();
+  /// Ends the run after this step, with a checkpoint to go on from; any rank may ask.
+  static void request_end();
+
+  const Config& config() const;
+  DType param_dtype() const;
+
+ private:
+  struct Parts;
+  std::unique_ptr<Parts> parts_;
+};
 
 }  // namespace tessera::apps

@@ -3,6 +3,8 @@
 #include <fcntl.h>
 #include <sys/stat.h>
 
+#include <algorithm>
+#include <any>
 #include <cmath>
 #include <filesystem>
 #include <fstream>
@@ -14,10 +16,14 @@
 #include "apps/loss.h"
 #include "apps/options.h"
 #include "apps/run_control.h"
+#include "apps/saved_model.h"
 #include "core/autograd.h"
 #include "dist/comm/local.h"
 #include "kernels/attention/attention.h"
 #include "kernels/matmul/backend.h"
+#include "kernels/pointwise/pointwise.h"
+#include "kernels/reduce/reduce.h"
+#include "nn/linear.h"
 #include "test/apps/runs.h"
 #include "test/temp_dir.h"
 #include "test/testing.h"
@@ -755,4 +761,180 @@ TEST_CASE("trainer: who ends a run waits for no evaluation, on whichever rank it
     CHECK(passes > 3);
     for (const auto& [rank, count] : num_asked) CHECK(count == 3 + 2 * passes);
   }
+}
+
+// A program's own parts.
+
+namespace {
+
+struct Plane : nn::Module {
+  nn::Child<nn::Linear> linear{this, "linear", 2, 1};
+  Tensor forward(const Tensor& x) { return linear(x); }
+};
+
+constexpr int64_t kNumPoints = 40;
+
+/// Sample i is the point (i / 40, (7 i mod 40) / 40), of which 3 x - y is to be learned.
+Batch read_points(std::span<const int64_t> indices) {
+  std::vector<float> values;
+  for (const int64_t i : indices) {
+    const float x = static_cast<float>(i) / kNumPoints,
+                y = static_cast<float>(7 * i % kNumPoints) / kNumPoints;
+    values.insert(values.end(), {x, y, 3 * x - y});
+  }
+  Batch batch;
+  batch.own = std::move(values);
+  return batch;
+}
+
+LossSum squares(Plane& plane, const Batch& batch) {
+  const auto& values = std::any_cast<const std::vector<float>&>(batch.own);
+  const Tensor all = from_values(std::span<const float>(values), {batch.B, 3});
+  const Tensor miss = nn::call(plane, all.narrow(1, 0, 2).contiguous()) - all.narrow(1, 2, 1);
+  return {.sum = sum(miss * miss), .count = {}};
+}
+
+struct Recorder : Callback {
+  struct Seen {
+    int64_t begin = -1, end = -1;
+    std::vector<double> losses;
+    std::vector<int64_t> evaluated;
+  };
+  Seen* seen;
+  int64_t last;
+  Recorder(Seen* s, int64_t l) : seen(s), last(l) {}
+  void on_begin(int64_t steps_done) override { seen->begin = steps_done; }
+  void on_step(const StepMetrics& m) override {
+    seen->losses.push_back(m.loss);
+    if (m.val_loss) seen->evaluated.push_back(m.step);
+    if (m.step == last) apps::Trainer::request_end();
+  }
+  void on_end(const TrainResult& result) override { seen->end = result.steps; }
+};
+
+Config plane_config(const std::string& out, int world_size, std::vector<std::string> extra = {}) {
+  Config defaults;
+  defaults.train.steps = 12;
+  std::vector<std::string> arguments = {"--output.dir=" + out,
+                                        "--device=cpu",
+                                        "--train.log_every=1000",
+                                        "--optim.lr=0.05",
+                                        fmt::format("--train.micro_batch={}", 8 / world_size),
+                                        "--train.eval_every=4",
+                                        "--optim.name=sgd",
+                                        "--debug.poison=true",
+                                        "--debug.order_check=true"};
+  arguments.insert(arguments.end(), extra.begin(), extra.end());
+  return own_config(arguments, defaults);
+}
+
+/// What each rank's callback has seen; the run asks to end after step `last`.
+std::vector<Recorder::Seen> train_plane(const Config& config, int world_size, int64_t last = -1) {
+  std::vector<Recorder::Seen> seen(static_cast<size_t>(world_size));
+  dist::run_ranks(world_size, [&](dist::World& world) {
+    apps::Trainer trainer(config, world);
+    Plane& plane = trainer.make_model<Plane>();
+    trainer.set_wrap(dist::wrap::whole_model());
+    trainer.set_samples(std::make_unique<OwnSamples>(kNumPoints, read_points, 5),
+                        std::make_unique<OwnSamples>(kNumPoints / 2 + 1, read_points));
+    trainer.set_loss([&](const Batch& batch) { return squares(plane, batch); });
+    trainer.add_callback(
+        std::make_unique<Recorder>(&seen[static_cast<size_t>(world.rank())], last));
+    trainer.run();
+  });
+  return seen;
+}
+
+}  // namespace
+
+TEST_CASE("Trainer: own model, samples and loss train alike on 1 and 2 ranks, callbacks see it",
+          "[trainer]") {
+  const TempDir dir;
+  const auto one = train_plane(plane_config(dir / "one", 1), 1);
+  const auto two = train_plane(plane_config(dir / "two", 2), 2);
+  CHECK(two[0].losses == two[1].losses);
+  CHECK(testing::losses(dir / "two") == two[0].losses);
+  REQUIRE(one[0].losses.size() == 12);
+  for (size_t i = 0; i < 12; ++i) CHECK(two[0].losses[i] == Approx(one[0].losses[i]).epsilon(1e-5));
+  CHECK(one[0].losses.back() < 0.5 * one[0].losses.front());
+  CHECK(one[0].evaluated == std::vector<int64_t>{4, 8, 12});
+  CHECK((one[0].begin == 0 && one[0].end == 12));
+  const auto steps = testing::read_metrics(dir / "one"),
+             others = testing::read_metrics(dir / "two");
+  // 21 points are no whole number of micro-batches of either.
+  CHECK(others[11]["val_loss"].get<double>() ==
+        Approx(steps[11]["val_loss"].get<double>()).epsilon(1e-5));
+}
+
+TEST_CASE("Trainer: a callback ends the run, which goes on from there with the same bits",
+          "[trainer]") {
+  const TempDir dir;
+  const auto whole = train_plane(plane_config(dir / "whole", 2), 2);
+  const auto first = train_plane(plane_config(dir / "cut", 2), 2, 5);
+  const auto steps = static_cast<size_t>(first[0].end);
+  CHECK((steps > 5 && steps < 9));  // the host learns of a step while the next ones run
+  const auto rest = train_plane(plane_config(dir / "cut", 2, {"--checkpoint.resume=auto"}), 2);
+  CHECK(rest[0].begin == first[0].end);
+  CHECK(testing::losses(dir / "cut") == whole[0].losses);
+  CHECK(read_file(dir / "cut/model.safetensors") == read_file(dir / "whole/model.safetensors"));
+  // Its settings are kept, and compared; what programs of language models need is not there.
+  CHECK(error_of([&] {
+          train_plane(
+              plane_config(dir / "cut", 2, {"--checkpoint.resume=auto", "--optim.name=lion"}), 2);
+        }).find("optim.name") != std::string::npos);
+  CHECK(error_of([&] { load_model(dir / "whole"); })
+            .find("its configuration has no model, which is a program's own, expected that of "
+                  "tessera-train; export takes --format=tessera") != std::string::npos);
+}
+
+TEST_CASE("Trainer: what is missing is named", "[trainer]") {
+  const TempDir dir;
+  const auto run_with = [&](int num_parts, int64_t num_samples) {
+    return error_of([&] {
+      dist::run_ranks(2, [&](dist::World& world) {
+        apps::Trainer trainer(plane_config(dir / "out", 2), world);
+        if (num_parts > 0) trainer.make_model<Plane>();
+        if (num_parts > 1) {
+          trainer.set_samples(std::make_unique<OwnSamples>(num_samples, read_points));
+        }
+        if (num_parts > 2) trainer.set_loss([](const Batch&) { return LossSum{}; });
+        trainer.run();
+      });
+    });
+  };
+  CHECK(run_with(0, 9).find(
+            "Trainer: run() without a model, expected make_model or set_model before") == 0);
+  CHECK(run_with(1, 9).find("Trainer: run() without samples, expected set_samples before") == 0);
+  CHECK(run_with(2, 9).find("Trainer: run() without a loss, expected set_loss before") == 0);
+  CHECK(run_with(3, 7) == "samples: 7 to train on, expected at least one step's 8");
+  CHECK(error_of([] {
+          OwnSamples(0, read_points);
+        }).find("OwnSamples: 0 samples, expected at least one") == 0);
+  CHECK(error_of([] {
+          own_config({"--train.steps=2", "--data.text=a.txt"});
+        }) ==
+        "command line: data.text, expected none of section data: this program has a model and data "
+        "of its own");
+  CHECK(own_config({}).train.steps == Config().train.steps);
+}
+
+TEST_CASE("OwnSamples: each sample once an epoch, in an order of its own; in order to evaluate",
+          "[trainer]") {
+  std::vector<std::vector<int64_t>> asked;
+  const auto read = [&](std::span<const int64_t> indices) {
+    asked.emplace_back(indices.begin(), indices.end());
+    return Batch{};
+  };
+  const OwnSamples train(5, read, 1), val(5, read);
+  CHECK(train.batch(0, 5).num_valid == 5);
+  train.batch(5, 5);
+  for (std::vector<int64_t> epoch : asked) {
+    std::sort(epoch.begin(), epoch.end());
+    CHECK(epoch == std::vector<int64_t>{0, 1, 2, 3, 4});
+  }
+  CHECK(asked[0] != asked[1]);
+  CHECK(val.batch(3, 4).num_valid == 2);
+  CHECK(asked[2] == std::vector<int64_t>{3, 4});
+  CHECK(val.batch(5, 4).num_valid == 0);  // what a rank without a turn computes
+  CHECK(asked[3] == std::vector<int64_t>{0});
 }
