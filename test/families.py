@@ -1,6 +1,6 @@
 """A family of models is one folder of nn/ and one word in the list of nn/meson.build: no other file of
-the product has its name. Programs that measure known models (apps/bench/) may, and
-tokenizers, which formats of files call after models (apps/text/,
+the product has its name. Programs that measure known models (apps/bench/) may, examples, which are
+what others write (apps/examples/), and tokenizers, which formats of files call after models (apps/text/,
 apps/tokenize*). Usage: families.py ROOT
 """
 
@@ -40,7 +40,7 @@ def main():
             if path.suffix not in (".cc", ".h", ".cu", ".cuh") and path.name != "meson.build":
                 continue
             relative = path.relative_to(root).as_posix()
-            is_other = relative.startswith(("apps/bench/", "apps/text/", "apps/tokenize"))
+            is_other = relative.startswith(("apps/bench/", "apps/examples/", "apps/text/", "apps/tokenize"))
             num_files += 1
             for number, line in enumerate(path.read_text().splitlines(), 1):
                 if relative == "nn/meson.build" and line.startswith("model_families = "):

@@ -40,6 +40,11 @@ def cuda_violations(path, text):
 def violations(path, text, exists):
     """What is wrong with the includes of the file `path` (relative to the root)."""
     layer = path.split("/")[0]
+    if path.startswith("apps/examples/"):  # what others write, of the installed headers
+        for include in INCLUDE.findall(text):
+            if not exists("apps/examples/" + include):
+                yield f'{path}: includes "{include}", which is not beside it'
+        return
     for include in INCLUDE.findall(text):
         target = include.split("/")[0]
         if target not in BELOW.get(layer, set()):
@@ -62,6 +67,8 @@ def check_the_check():
                           ("nn/a.h", "core/x/b.h")]:
         assert not found(path, include), (path, include)
     assert found("nn/a.h", "nn/b.h", exists=False)
+    assert found("apps/examples/a.cc", "core/tensor.h", exists=False)
+    assert not found("apps/examples/a.cc", "flags.h")
 
     for code in ("k<<<1, 32>>>();", "__shared__ float s[2];", 'asm("nop");', 'printf("x");',
                  "atomicAdd((float*)p, v);"):

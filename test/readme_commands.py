@@ -38,6 +38,7 @@ NOT_RUN = {
     r"tessera-bench-fsdp (memory|batch)": "is a test of its own (apps/bench/fsdp)",
     r"tessera-bench-fsdp overlap": "measures a quiet machine",
     r"python3 apps/compare/": "needs PyTorch",
+    r"meson install|-n 2 (mlp|own_trainer) ": "is a test of its own (apps/install)",
     r"--device=cuda": "needs a GPU",
     r"test/gpu/bundle\.sh|tessera-gpu/run\.sh": "needs nvcc and a GPU",
 }
