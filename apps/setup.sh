@@ -15,6 +15,7 @@ required=(
   "meson|command -v meson"
   "ninja-build|command -v ninja"
   "pkg-config|command -v pkg-config"
+  "cmake|command -v cmake"
   "libfmt-dev|pkg-config --exists fmt"
   "libtomlplusplus-dev|pkg-config --exists tomlplusplus"
   "libcli11-dev|test -e /usr/include/CLI/CLI.hpp || pkg-config --exists CLI11"

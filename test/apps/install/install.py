@@ -64,6 +64,11 @@ class Install:
         dest = self.work / "dest"
         run(meson + ["install", "-C", build, "--no-rebuild", "--quiet", "--tags", "runtime,devel",
                      "--destdir", str(dest)])
+        programs = run(meson + ["install", "-C", build, "--no-rebuild", "--dry-run", "--tags", "bin",
+                                "--destdir", str(dest)])
+        for name in ("train", "generate", "chat", "eval", "checkpoint", "tokenize", "bench-kernels"):
+            expect(re.search(r"/tessera-%s to .*/bin$" % name, programs, re.MULTILINE),
+                   "tessera-%s is not installed:\n%s" % (name, programs))
         (self.pc,) = dest.rglob("tessera.pc")
         self.libdir = self.pc.parent.parent
         (include,) = dest.rglob("tessera/version.h")
