@@ -66,8 +66,7 @@ void HostCheckpoint::fetch() {
   const Stream& h2d = owner_->h2d_;
   const StreamGuard guard(stream_);
   on_device_ = empty(shape_, dtype_);
-  h2d.wait(stream_.record());  // tasks that had the memory before
-  h2d.wait(is_home_);
+  h2d.wait(stream_.record());  // what had the memory before, and the copy out: see `let_go`
   h2d.copy_bytes("fetch_checkpoint", on_device_.raw_data(), home_.data(), home_.nbytes());
   owner_->traffic_.h2d_nbytes += on_device_.nbytes();
   is_here_ = h2d.record();

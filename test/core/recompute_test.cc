@@ -431,7 +431,8 @@ struct Chain {
   Tensor forward(Tensor h) const {
     for (int i = 0; i < 6; ++i) {
       h = recompute(
-          [this](const Tensors& in) {
+          [this, i](const Tensors& in) {
+            if (is_recomputing() && i == failing) throw Error("block: boom");
             Tensor y = in[0].detach().clone();
             y.add_(in[0]);
             const auto twice = [kept = save(in[0])](const Tensor& dy, Grads& g) {
@@ -447,6 +448,7 @@ struct Chain {
   }
 
   std::shared_ptr<HostCheckpoints> host;
+  int failing = -1;  // block whose second run throws
 };
 
 std::shared_ptr<Context> strict_context() {
@@ -511,6 +513,27 @@ TEST_CASE("host checkpoints: forwards without a backward leave nothing behind", 
   }
   CHECK(chain.host->traffic().d2h_nbytes == 12 * kMiB);
   CHECK(chain.host->traffic().h2d_nbytes == 5 * kMiB);
+  context->compute().synchronize();
+  CHECK(context->allocator()->stats().allocated == 0);
+  CHECK(context->host_allocator()->stats().allocated == 0);
+  CHECK(context->order_check()->conflicts().empty());
+}
+
+TEST_CASE("host checkpoints: a backward that fails gives back what was on its way", "[recompute]") {
+  const auto context = strict_context();
+  const Context::Scope scope(context);
+  Chain chain(true);
+  chain.failing = 3;
+  {
+    Tensor x = randn(kStream, kF64, 1).set_requires_grad(true);
+    Tensor y = chain.forward(plus(x, x));
+    CHECK(error_of([&] { backward(y, randn(kStream, kF64, 5)); }) == "block: boom");
+    CHECK(chain.host->traffic().h2d_nbytes == 3 * kMiB);  // of blocks 4, 3 and, ahead of it, 2
+    y = {};
+    CHECK(chain.host->num_live() == 0);
+    chain.failing = -1;
+    backward(chain.forward(plus(x, x)), randn(kStream, kF64, 5));
+  }
   context->compute().synchronize();
   CHECK(context->allocator()->stats().allocated == 0);
   CHECK(context->host_allocator()->stats().allocated == 0);

@@ -270,8 +270,11 @@ FsdpRun lora_run(Precision precision) {
 
 TEST_CASE("lora: the same bits under every strategy, recompute, offload and number of ranks",
           "[peft]") {
-  for (const Precision precision : {Precision::kF32, Precision::kMixed}) {
+  const std::pair<Precision, int64_t> cases[] = {
+      {Precision::kF32, 0}, {Precision::kMixed, 0}, {Precision::kMixed, 7}};
+  for (const auto& [precision, mlp_tile] : cases) {
     FsdpRun run = lora_run(precision);
+    run.recompute.mlp_tile = mlp_tile;
     run.fsdp.strategy = Strategy::kNoShard;
     const FsdpResult expected = run_fsdp_on_threads(1, run);
     CHECK(expected.gradients.count("blocks.0.attn.qkv.lora.B") == 1);
@@ -289,10 +292,11 @@ TEST_CASE("lora: the same bits under every strategy, recompute, offload and numb
       run.recompute.kind = variant % 3 == 0   ? Kind::kNone
                            : variant % 3 == 1 ? Kind::kFull
                                               : Kind::kSelective;
+      run.recompute.offload = run.recompute.kind == Kind::kFull;
       run.fsdp.offload = variant == 1 ? Offload::kParamsAndOptimizer : Offload::kNone;
       run.fsdp.offload_window = 256;
       check_same(run_fsdp_on_threads(world, run), expected,
-                 fmt::format("{} on {} ranks", name_of(strategy), world));
+                 fmt::format("{} on {} ranks, tile {}", name_of(strategy), world, mlp_tile));
     }
   }
 }
