@@ -10,6 +10,7 @@
 #include "apps/options.h"
 #include "apps/run_dir.h"
 #include "apps/saved_model.h"
+#include "apps/text/gguf_tokenizer.h"
 #include "core/check.h"
 #include "core/files.h"
 #include "core/formats/durable_file.h"
@@ -18,6 +19,7 @@
 #include "core/runtime/allocator.h"
 #include "core/text.h"
 #include "dist/checkpoint/export_dir.h"
+#include "dist/checkpoint/gguf.h"
 #include "dist/checkpoint/huggingface.h"
 #include "dist/checkpoint/peft.h"
 #include "dist/checkpoint/reader.h"
@@ -217,18 +219,9 @@ void export_adapters(const ModelState& state, const Config& config, nn::Module& 
   dist::write_peft(target, model, *state.parameters, peft);
 }
 
-/// A whole model of transformers, or of a model with adapters these.
-void export_hf(const ModelState& state, const std::string& target, const ExportOptions& options) {
-  const Config config = state.parse();
-  if (is_same_place(target, config.model.source)) {
-    throw ConfigError(fmt::format(
-        "{}: has the model that this one was made from (model.from), expected another directory",
-        target));
-  }
-  const std::unique_ptr<nn::LanguageModel> model = shapes_of(state, config);
-  if (config.lora.is_on() && !options.merges) {
-    return export_adapters(state, config, *model, target, options);
-  }
+/// What goes with the weights: ids and files of the tokenizer.
+dist::HfWriteOptions hf_options(const ModelState& state, const Config& config,
+                                const ExportOptions& options) {
   dist::HfWriteOptions hf = options.hf;
   hf.token_ids = {parse_ids(config.model.bos_ids), parse_ids(config.model.eos_ids),
                   parse_ids(config.model.pad_ids)};
@@ -246,9 +239,50 @@ void export_hf(const ModelState& state, const std::string& target, const ExportO
     g->second = nn::hf_generation_json(hf.token_ids, /*changes_ids=*/true,
                                        state.home + "/" + g->first, g->second);
   }
-  dist::HfWriter writer(target, nn::hf_config_of(*model), hf);
-  if (!config.lora.is_on()) return copy_parameters(*state.parameters, writer);
-  copy_parameters(dist::MergedSource(*state.parameters, *model), writer);
+  return hf;
+}
+
+/// The parameters of a whole model, adapters in its weights.
+void copy_whole(const ModelState& state, const Config& config, nn::Module& model,
+                ParameterSink& sink) {
+  if (!config.lora.is_on()) return copy_parameters(*state.parameters, sink);
+  copy_parameters(dist::MergedSource(*state.parameters, model), sink);
+}
+
+void check_not_the_source(const Config& config, const std::string& target) {
+  if (is_same_place(target, config.model.source)) {
+    throw ConfigError(fmt::format(
+        "{}: has the model that this one was made from (model.from), expected another directory",
+        target));
+  }
+}
+
+/// A whole model of transformers, or of a model with adapters these.
+void export_hf(const ModelState& state, const std::string& target, const ExportOptions& options) {
+  const Config config = state.parse();
+  check_not_the_source(config, target);
+  const std::unique_ptr<nn::LanguageModel> model = shapes_of(state, config);
+  if (config.lora.is_on() && !options.merges) {
+    return export_adapters(state, config, *model, target, options);
+  }
+  dist::HfWriter writer(target, nn::hf_config_of(*model), hf_options(state, config, options));
+  copy_whole(state, config, *model, writer);
+}
+
+/// For llama.cpp. Adapters go into the weights.
+void export_gguf(const ModelState& state, const std::string& target, const ExportOptions& options) {
+  const Config config = state.parse();
+  check_not_the_source(config, target);
+  const std::unique_ptr<nn::LanguageModel> model = shapes_of(state, config);
+  const dist::HfWriteOptions hf = hf_options(state, config, options);
+  const nn::FamilyConfig family = nn::hf_config_of(*model);
+  dist::GgufExport writer(
+      target, family,
+      {.dtype = hf.dtype,
+       .name = fs::path(state.home).lexically_normal().filename().string(),
+       .fields = text::gguf_tokenizer(
+           hf.files, {hf.token_ids.bos, hf.token_ids.eos, hf.token_ids.pad}, family.vocab_size())});
+  copy_whole(state, config, *model, writer);
 }
 
 /// For `tessera-generate`.
@@ -286,6 +320,8 @@ void export_model(const std::string& path, const std::string& target, const Expo
   }
   if (options.format == "hf") {
     export_hf(state, target, options);
+  } else if (options.format == "gguf") {
+    export_gguf(state, target, options);
   } else {
     export_tessera(state, target, options.merges);
   }
@@ -344,10 +380,10 @@ int checkpoint_command(const std::vector<std::string>& arguments, std::FILE* out
                     "weights; without it hf has the adapters alone, for Hugging Face's peft");
   exports
       ->add_option("--format", export_options.format,
-                   "hf: config.json and model.safetensors; tessera: config.toml, "
-                   "model.safetensors (f32), tokenizer.json")
-      ->check(CLI::IsMember({"hf", "tessera"}));
-  exports->add_option("--dtype", dtype, "hf: dtype of the tensors")
+                   "hf: config.json and model.safetensors; gguf: model.gguf of llama.cpp; tessera: "
+                   "config.toml, model.safetensors (f32), tokenizer.json")
+      ->check(CLI::IsMember({"hf", "gguf", "tessera"}));
+  exports->add_option("--dtype", dtype, "hf, gguf: dtype of the tensors")
       ->check(CLI::IsMember({"f32", "bf16", "f16"}));
   exports
       ->add_option("--max-file-bytes", export_options.hf.max_file_nbytes,

@@ -23,6 +23,7 @@ namespace tessera::nn {
 class HfKeys;
 class LanguageModel;
 struct Family;
+struct GgufModel;
 
 /// A row of a family's settings: a field of its configuration under the name that people set. Rows
 /// of several families with one name are the same setting.
@@ -132,6 +133,9 @@ struct FamilyTraits {
   bool is_causal = true;   ///< false: predicts masked tokens, not the next one
   /// Settings of other families that are refused although they would be harmless.
   std::vector<std::string_view> refused = {};
+  /// The model of llama.cpp; null: it has none of this family. ConfigError for what it computes
+  /// otherwise.
+  GgufModel (*gguf)(const FamilyConfig& config) = nullptr;
 };
 
 struct Family : FamilyTraits {

@@ -10,15 +10,16 @@ import sys
 
 
 def patterns(family):
-    """Of the name in identifiers and words: llama, Llama, LLAMA, but not llama3, a scaling of rope."""
+    """Of the name in identifiers and words: llama, Llama, LLAMA, but not llama3, a scaling of rope, nor
+    llama.cpp, a program."""
     forms = "|".join({family, family.capitalize(), family.upper()})
-    return re.compile(rf"(?<![a-z0-9])(?:{forms})(?![a-z0-9])|(?<=[a-z])(?:{family.capitalize()})(?![a-z0-9])")
+    return re.compile(rf"(?<![a-z0-9])(?:{forms})(?![a-z0-9]|\.cpp)|(?<=[a-z])(?:{family.capitalize()})(?![a-z0-9])")
 
 
 def check_the_check():
     for text in ("llama", "nn::Llama", "LlamaConfig", "is_llama", "LLAMA", '"llama"', "makeLlama"):
         assert patterns("llama").search(text), text
-    for text in ("kLlama3", "llama3", "llamas", "collama"):
+    for text in ("kLlama3", "llama3", "llamas", "collama", "llama.cpp"):
         assert not patterns("llama").search(text), text
 
 

@@ -1,7 +1,6 @@
 #include "core/formats/safetensors.h"
 
 #include <fmt/ranges.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -332,84 +331,24 @@ std::string safetensors_header(std::span<const SafetensorsEntry> entries,
 
 SafetensorsWriter::SafetensorsWriter(const std::string& path, std::vector<SafetensorsEntry> entries,
                                      const std::map<std::string, std::string>& metadata)
-    : path_(path), entries_(std::move(entries)) {
-  const std::string text = safetensors_header(entries_, metadata);
-  auto offset = static_cast<int64_t>(text.size());
+    : entries_(std::move(entries)) {
+  const std::string header = safetensors_header(entries_, metadata);
+  std::vector<TensorFileWriter::Entry> places;
+  auto offset = static_cast<int64_t>(header.size());
   for (const SafetensorsEntry& entry : entries_) {
-    by_name_.emplace(entry.name, offsets_.size());
-    offsets_.push_back(offset);
+    places.push_back({entry.name, offset, entry.nbytes()});
     offset += entry.nbytes();
   }
-  fd_ = open_new_file(path_ + ".tmp");
-  if (fd_ < 0) fail(std::strerror(errno));
-  try {
-    write_bytes(0, text.data(), static_cast<int64_t>(text.size()));
-  } catch (...) {
-    ::close(fd_);
-    ::unlink((path_ + ".tmp").c_str());
-    throw;
-  }
-}
-
-SafetensorsWriter::~SafetensorsWriter() {
-  if (fd_ < 0) return;
-  ::close(fd_);
-  ::unlink((path_ + ".tmp").c_str());
-}
-
-size_t SafetensorsWriter::index_of(std::string_view name) const {
-  const auto found = by_name_.find(std::string(name));
-  TESSERA_CHECK(found != by_name_.end(), "safetensors: no tensor {} among {}", name,
-                entries_.size());
-  return found->second;
+  file_ =
+      std::make_unique<TensorFileWriter>("safetensors", path, header, std::move(places), offset);
 }
 
 void SafetensorsWriter::write(std::string_view name, const Shape& shape, const float* values) {
-  const SafetensorsEntry& entry = entries_[index_of(name)];
+  const SafetensorsEntry& entry = entries_[file_->index_of(name)];
   TESSERA_CHECK(entry.dtype == kF32 && entry.shape == shape,
                 "safetensors: tensor {} of f32 {}, expected {} {}", name, shape, entry.dtype,
                 entry.shape);
-  write(name, values, entry.nbytes());
-}
-
-void SafetensorsWriter::write(std::string_view name, const void* data, int64_t nbytes) {
-  const size_t index = index_of(name);
-  const SafetensorsEntry& entry = entries_[index];
-  TESSERA_CHECK(entry.nbytes() == nbytes, "safetensors: tensor {} of {} bytes, expected {}", name,
-                nbytes, entry.nbytes());
-  int64_t& offset = offsets_[index];
-  TESSERA_CHECK(offset >= 0, "safetensors: tensor {} written twice", name);
-  write_bytes(offset, data, nbytes);
-  offset = -1;
-}
-
-void SafetensorsWriter::finish() {
-  for (size_t i = 0; i < entries_.size(); ++i) {
-    TESSERA_CHECK(offsets_[i] < 0, "safetensors: tensor {} was not written", entries_[i].name);
-  }
-  if (::fsync(fd_) != 0) fail(std::strerror(errno));
-  const int status = ::close(std::exchange(fd_, -1));
-  if (status != 0 || ::rename((path_ + ".tmp").c_str(), path_.c_str()) != 0) {
-    const std::string reason = std::strerror(errno);
-    ::unlink((path_ + ".tmp").c_str());
-    fail(reason);
-  }
-}
-
-void SafetensorsWriter::write_bytes(int64_t offset, const void* data, int64_t nbytes) {
-  const char* next = static_cast<const char*>(data);
-  while (nbytes > 0) {
-    const ssize_t written = ::pwrite(fd_, next, static_cast<size_t>(nbytes), offset);
-    if (written < 0 && errno == EINTR) continue;
-    if (written < 0) fail(std::strerror(errno));
-    next += written;
-    offset += written;
-    nbytes -= written;
-  }
-}
-
-void SafetensorsWriter::fail(std::string_view what) const {
-  throw IoError(fmt::format("{}: cannot be written: {}", path_, what));
+  file_->write(name, values, entry.nbytes());
 }
 
 }  // namespace tessera

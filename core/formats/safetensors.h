@@ -13,6 +13,7 @@
 #include "core/dtype.h"
 #include "core/files.h"
 #include "core/formats/parameters.h"
+#include "core/formats/tensor_file.h"
 #include "core/shape.h"
 
 // The safetensors format: 8 bytes of header length (little endian), a JSON header
@@ -96,34 +97,22 @@ std::string safetensors_header(std::span<const SafetensorsEntry> entries,
 /// The tensors of a file that takes all parameters of `source`, in f32.
 std::vector<SafetensorsEntry> f32_entries(const ParameterSource& source);
 
-/// Writes a file tensor by tensor, so that no more than one needs to be in memory. It is made under
-/// `path`.tmp and gets its name by `finish`; without that nothing is left. IoError with the
-/// system's reason. As a sink it takes the tensors in f32.
+/// Writes a file as TensorFileWriter does. As a sink it takes the tensors in f32.
 class SafetensorsWriter final : public ParameterSink {
  public:
   /// The file's tensors, in its order.
   SafetensorsWriter(const std::string& path, std::vector<SafetensorsEntry> entries,
                     const std::map<std::string, std::string>& metadata = {});
-  ~SafetensorsWriter() override;
-  SafetensorsWriter(const SafetensorsWriter&) = delete;
-  SafetensorsWriter& operator=(const SafetensorsWriter&) = delete;
 
-  /// The whole of one entry, in any order. Error for an unknown name or another size.
-  void write(std::string_view name, const void* data, int64_t nbytes);
+  void write(std::string_view name, const void* data, int64_t nbytes) {
+    file_->write(name, data, nbytes);
+  }
   void write(std::string_view name, const Shape& shape, const float* values) override;
-  /// Flushes to the disk and renames. Error if a tensor was not written.
-  void finish() override;
+  void finish() override { file_->finish(); }
 
  private:
-  size_t index_of(std::string_view name) const;
-  void write_bytes(int64_t offset, const void* data, int64_t nbytes);
-  [[noreturn]] void fail(std::string_view what) const;
-
-  std::string path_;
   std::vector<SafetensorsEntry> entries_;
-  std::unordered_map<std::string, size_t> by_name_;
-  std::vector<int64_t> offsets_;  // in the file; -1 once written
-  int fd_ = -1;
+  std::unique_ptr<TensorFileWriter> file_;
 };
 
 }  // namespace tessera

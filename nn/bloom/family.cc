@@ -3,6 +3,7 @@
 #include <nlohmann/json.hpp>
 
 #include "nn/bloom/bloom.h"
+#include "nn/gguf.h"
 #include "nn/hf/keys.h"
 
 // BLOOM as transformers has it: q, k and v of a head stand together.
@@ -91,6 +92,30 @@ bool is_derived_hf_tensor(const BloomConfig&, std::string_view name) {
   return name.ends_with(".rotary_emb.inv_freq");
 }
 
+GgufModel gguf(const FamilyConfig& config) {
+  const auto& c = config.as<BloomConfig>();
+  const int64_t C = c.width;
+  const auto count = [](int64_t value) { return static_cast<uint32_t>(value); };
+  GgufModel model{.architecture = "bloom"};
+  model.add("vocab_size", count(c.vocab_size));
+  model.add("context_length", count(c.context_length));
+  model.add("embedding_length", count(C));
+  model.add("block_count", count(c.num_layers));
+  model.add("feed_forward_length", count(4 * C));
+  model.add("attention.head_count", count(c.num_heads));
+  model.add("attention.head_count_kv", count(c.num_heads));
+  model.add("attention.layer_norm_epsilon", c.norm_eps);
+
+  HfParameterList all;
+  all.matrix("embed.weight", C, {{"token_embd.weight", c.vocab_size}});
+  all.norm("embed_norm", "token_embd_norm", C, true);
+  add_gguf_blocks(all, c.num_layers, C, 4 * C);
+  all.norm("norm", "output_norm", C, true);
+  if (!c.tied) all.matrix("head.weight", C, {{"output.weight", c.vocab_size}});
+  model.parameters = all.take();
+  return model;
+}
+
 }  // namespace
 
 const Family& bloom_family() {
@@ -100,7 +125,8 @@ const Family& bloom_family() {
           {.name = "bloom",
            .architectures = {{"bloom", "BloomForCausalLM"}},
            .has_alibi = true,
-           .refused = {"bias", "gelu"}});
+           .refused = {"bias", "gelu"},
+           .gguf = gguf});
   return family;
 }
 

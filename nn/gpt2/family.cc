@@ -2,6 +2,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include "nn/gguf.h"
 #include "nn/gpt2/gpt2.h"
 #include "nn/hf/keys.h"
 
@@ -84,12 +85,39 @@ bool is_derived_hf_tensor(const Gpt2Config&, std::string_view name) {
   return name.ends_with(".attn.bias") || name.ends_with(".attn.masked_bias");
 }
 
+GgufModel gguf(const FamilyConfig& config) {
+  const auto& c = config.as<Gpt2Config>();
+  write_hf(c);
+  TESSERA_CHECK_AS(ConfigError, c.gelu == Gelu::kTanh,
+                   "export: gelu {}, llama.cpp's GPT-2 has the tanh approximation",
+                   name_of(c.gelu));
+  const int64_t C = c.width, F = c.ffn_width == 0 ? 4 * C : c.ffn_width;
+  const auto count = [](int64_t value) { return static_cast<uint32_t>(value); };
+  GgufModel model{.architecture = "gpt2"};
+  model.add("vocab_size", count(c.vocab_size));
+  model.add("context_length", count(c.context_length));
+  model.add("embedding_length", count(C));
+  model.add("block_count", count(c.num_layers));
+  model.add("feed_forward_length", count(F));
+  model.add("attention.head_count", count(c.num_heads));
+  model.add("attention.layer_norm_epsilon", c.norm_eps);
+
+  HfParameterList all;
+  all.matrix("embed.weight", C, {{"token_embd.weight", c.vocab_size}});
+  all.matrix("position.weight", C, {{"position_embd.weight", c.context_length}});
+  add_gguf_blocks(all, c.num_layers, C, F);
+  all.norm("norm", "output_norm", C, true);
+  if (!c.tied) all.matrix("head.weight", C, {{"output.weight", c.vocab_size}});
+  model.parameters = all.take();
+  return model;
+}
+
 }  // namespace
 
 const Family& gpt2_family() {
   static const Family family = make_family<Gpt2Config, Gpt2, add_settings, check, read_hf, write_hf,
                                            hf_parameters, hf_layout, is_derived_hf_tensor>(
-      {.name = "gpt2", .architectures = {{"gpt2", "GPT2LMHeadModel"}}});
+      {.name = "gpt2", .architectures = {{"gpt2", "GPT2LMHeadModel"}}, .gguf = gguf});
   return family;
 }
 

@@ -1,10 +1,13 @@
 #include "nn/family.h"
 
 #include <algorithm>
+#include <cmath>
 #include <nlohmann/json.hpp>
+#include <numbers>
 
 #include "core/check.h"
 #include "core/formats/strict_json.h"
+#include "nn/gguf.h"
 #include "nn/hf/keys.h"
 #include "nn/llama/llama.h"
 
@@ -310,6 +313,106 @@ bool is_derived_hf_tensor(const LlamaConfig&, std::string_view name) {
   return name.ends_with(".rotary_emb.inv_freq");
 }
 
+/// llama.cpp's Llama turns neighbours, not halves, by its positions: row 2 i + j of a head there is row
+/// j D / 2 + i here.
+std::vector<HfRows> interleaved_rows(int64_t first_row, int64_t num_heads, int64_t D) {
+  std::vector<HfRows> rows;
+  for (int64_t head = 0; head < num_heads; ++head) {
+    for (int64_t row = 0; row < D; ++row) {
+      const int64_t j = row / (D / 2), i = row % (D / 2);
+      rows.push_back({first_row + head * D + row, head * D + 2 * i + j, 1});
+    }
+  }
+  return rows;
+}
+
+/// What each rotary frequency is divided by, as transformers' llama3 scaling has it.
+std::vector<float> llama3_divisors(const RopeOptions& rope, int64_t D) {
+  std::vector<float> divisors;
+  for (int64_t i = 0; i < D / 2; ++i) {
+    const double frequency = std::pow(static_cast<double>(rope.theta),
+                                      -2.0 * static_cast<double>(i) / static_cast<double>(D));
+    const double wavelength = 2 * std::numbers::pi / frequency;
+    const auto context = static_cast<double>(rope.original_max_position);
+    const double low = rope.low_freq_factor, high = rope.high_freq_factor, factor = rope.factor;
+    double divisor = 1;
+    if (wavelength > context / low) {
+      divisor = factor;
+    } else if (wavelength >= context / high) {
+      const double smooth = (context / wavelength - low) / (high - low);
+      divisor = 1 / ((1 - smooth) / factor + smooth);
+    }
+    divisors.push_back(static_cast<float>(divisor));
+  }
+  return divisors;
+}
+
+GgufModel gguf(const FamilyConfig& config) {
+  const auto& c = config.as<LlamaConfig>();
+  write_hf(c);  // what transformers has no name for llama.cpp has none for either
+  const bool is_llama = !c.qk_norm && !c.qkv_bias;
+  TESSERA_CHECK_AS(ConfigError, c.window == 0 || c.window >= c.context_length,
+                   "export: window {} below the context of {}, llama.cpp lets every layer of these "
+                   "models see all keys",
+                   c.window, c.context_length);
+  TESSERA_CHECK_AS(ConfigError, is_llama || c.rope.scaling != RopeScaling::kLlama3,
+                   "export: rope_scaling llama3 with {}, llama.cpp has it for Llama alone",
+                   c.qk_norm ? "qk_norm" : "qkv_bias");
+  const int64_t C = c.width, D = c.head_width, H = c.num_heads * D, G = c.num_kv_heads * D,
+                F = c.ffn_width;
+  const auto count = [](int64_t value) { return static_cast<uint32_t>(value); };
+  GgufModel model{.architecture = is_llama ? "llama" : c.qk_norm ? "qwen3" : "qwen2"};
+  model.add("vocab_size", count(c.vocab_size));
+  model.add("context_length", count(c.context_length));
+  model.add("embedding_length", count(C));
+  model.add("block_count", count(c.num_layers));
+  model.add("feed_forward_length", count(F));
+  model.add("attention.head_count", count(c.num_heads));
+  model.add("attention.head_count_kv", count(c.num_kv_heads));
+  model.add("attention.key_length", count(D));
+  model.add("attention.value_length", count(D));
+  model.add("attention.layer_norm_rms_epsilon", c.norm_eps);
+  model.add("rope.dimension_count", count(D));
+  model.add("rope.freq_base", c.rope.theta);
+  if (c.rope.scaling == RopeScaling::kLinear) {
+    model.add("rope.scaling.type", std::string("linear"));
+    model.add("rope.scaling.factor", c.rope.factor);
+  } else if (c.rope.scaling == RopeScaling::kLlama3) {
+    model.constants.push_back({"rope_freqs.weight", llama3_divisors(c.rope, D)});
+  }
+
+  HfParameterList all;
+  all.matrix("embed.weight", C, {{"token_embd.weight", c.vocab_size}});
+  for (int64_t i = 0; i < c.num_layers; ++i) {
+    const std::string ours = fmt::format("blocks.{}.", i), theirs = fmt::format("blk.{}.", i);
+    all.norm(ours + "norm1", theirs + "attn_norm", C, false);
+    const auto qkv = [&](const std::string& name) {
+      return std::vector<HfParameterList::Part>{{theirs + "attn_q" + name, H},
+                                                {theirs + "attn_k" + name, G},
+                                                {theirs + "attn_v" + name, G}};
+    };
+    all.matrix(ours + "attn.qkv.weight", C, qkv(".weight"));
+    if (is_llama) {
+      all.set_rows(interleaved_rows(0, c.num_heads, D), 0);
+      all.set_rows(interleaved_rows(H, c.num_kv_heads, D), 1);
+    }
+    if (c.qkv_bias) all.vector(ours + "attn.qkv.bias", qkv(".bias"));
+    if (c.qk_norm) {
+      all.norm(ours + "attn.q_norm", theirs + "attn_q_norm", D, false);
+      all.norm(ours + "attn.k_norm", theirs + "attn_k_norm", D, false);
+    }
+    all.matrix(ours + "attn.out.weight", H, {{theirs + "attn_output.weight", C}});
+    all.norm(ours + "norm2", theirs + "ffn_norm", C, false);
+    all.matrix(ours + "mlp.gate_up.weight", C,
+               {{theirs + "ffn_gate.weight", F}, {theirs + "ffn_up.weight", F}});
+    all.matrix(ours + "mlp.down.weight", F, {{theirs + "ffn_down.weight", C}});
+  }
+  all.norm("norm", "output_norm", C, false);
+  if (!c.tied) all.matrix("head.weight", C, {{"output.weight", c.vocab_size}});
+  model.parameters = all.take();
+  return model;
+}
+
 }  // namespace
 
 const Family& llama_family() {
@@ -320,7 +423,8 @@ const Family& llama_family() {
            .architectures = {{"llama", "LlamaForCausalLM"},
                              {"mistral", "MistralForCausalLM"},
                              {"qwen2", "Qwen2ForCausalLM"},
-                             {"qwen3", "Qwen3ForCausalLM"}}});
+                             {"qwen3", "Qwen3ForCausalLM"}},
+           .gguf = gguf});
   return family;
 }
 
