@@ -2,6 +2,7 @@
 
 #include <filesystem>
 
+#include "apps/saved_model.h"
 #include "apps/trainer.h"
 #include "dist/checkpoint/huggingface.h"
 #include "dist/checkpoint/reader.h"

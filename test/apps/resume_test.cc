@@ -11,6 +11,7 @@
 
 #include "apps/checkpointing.h"
 #include "apps/run_control.h"
+#include "apps/saved_model.h"
 #include "apps/trainer.h"
 #include "core/formats/durable_file.h"
 #include "dist/checkpoint/reader.h"
