@@ -7,6 +7,7 @@
 #include <cmath>
 #include <utility>
 
+#include "apps/classification.h"
 #include "apps/config_table.h"
 #include "apps/packed_samples.h"
 #include "apps/parameter_groups.h"
@@ -85,7 +86,9 @@ void check_model(const Config& config) {
             m.context);
   }
   check_other_families(config);
-  m.selected().check([&](std::string_view name, const std::string& expected) {
+  nn::FamilyConfig family = m.selected();
+  if (!config.data.classify.empty()) family.set_classifier({"0", "1"}, m.pooling);
+  family.check([&](std::string_view name, const std::string& expected) {
     const std::string key = fmt::format("model.{}", name);
     Config copy = config;
     for (const Field& field : config_fields(copy)) {
@@ -120,18 +123,16 @@ void check_data(const Config& config) {
   if (config.is_own) return;
   const DataConfig& d = config.data;
   std::vector<std::string_view> given;
-  const std::pair<const char*, const std::string*> keys[] = {{"text", &d.text},
-                                                             {"tokens", &d.tokens},
-                                                             {"sources", &d.sources},
-                                                             {"chat", &d.chat},
-                                                             {"preference", &d.preference}};
+  const std::pair<const char*, const std::string*> keys[] = {
+      {"text", &d.text}, {"tokens", &d.tokens},         {"sources", &d.sources},
+      {"chat", &d.chat}, {"preference", &d.preference}, {"classify", &d.classify}};
   for (const auto& [name, value] : keys) {
     if (!value->empty()) given.push_back(name);
   }
   if (given.size() != 1) {
     throw ConfigError(fmt::format(
         "data: {}, expected one of --data.text=FILE, --data.tokens=GLOB, --data.sources=GLOB,..., "
-        "--data.chat=GLOB or --data.preference=GLOB",
+        "--data.chat=GLOB, --data.preference=GLOB or --data.classify=GLOB",
         given.empty() ? "no data given" : fmt::format("both {} and {} given", given[0], given[1])));
   }
   if (d.tokens.empty() && !d.val_tokens.empty()) {
@@ -139,10 +140,15 @@ void check_data(const Config& config) {
             given[0]);
   }
   const bool has_rows = !d.chat.empty() || !d.preference.empty();
-  const bool is_packed = !d.sources.empty() || has_rows;
+  const bool classifies = !d.classify.empty();
+  const bool is_packed = !d.sources.empty() || has_rows || classifies;
   if (is_packed && d.mask_token >= 0) {
     fail_at(config, "data.mask_token", "data.mask_token with data.{}, expected data.tokens",
             given[0]);
+  }
+  if (classifies && d.separator >= 0) {
+    fail_at(config, "data.separator", "data.separator = {} with data.classify, expected none",
+            d.separator);
   }
   if (has_rows && d.separator >= 0) {
     fail_at(config, "data.separator",
@@ -166,15 +172,27 @@ void check_data(const Config& config) {
             "data.restart_positions = true, expected data.separator to be set");
   }
   const bool is_causal = config.model.selected().family().is_causal;
-  if (is_causal == (d.mask_token >= 0)) {
+  if (!classifies && is_causal == (d.mask_token >= 0)) {
     fail_at(config, "data.mask_token", "data.mask_token = {}, expected {} for kind {}, which {}",
             d.mask_token, is_causal ? "-1" : "the id of the mask token", config.model.kind,
             is_causal ? "predicts the next token" : "predicts masked tokens");
   }
+  if (!config.model.classes.empty()) {
+    try {
+      parse_classes(config.model.classes);
+    } catch (const ConfigError& error) {
+      fail_at(config, "model.classes", "model.classes {}", error.what());
+    }
+    if (!classifies && !config.is_resolved) {
+      fail_at(config, "model.classes", "model.classes = {} with data.{}, expected data.classify",
+              shorten(config.model.classes), given[0]);
+    }
+  }
   if (config.sample.options.num_tokens == 0) return;
-  if (!is_causal) {
-    fail_at(config, "sample.tokens", "sample.tokens = {}, expected 0 for kind {}, which {}",
-            config.sample.options.num_tokens, config.model.kind, "cannot continue a text");
+  if (!is_causal || classifies) {
+    fail_at(config, "sample.tokens", "sample.tokens = {}, expected 0 for {}, which {}",
+            config.sample.options.num_tokens,
+            classifies ? "data.classify" : "kind " + config.model.kind, "cannot continue a text");
   }
   if (!d.tokens.empty()) {
     fail_at(config, "sample.tokens",

@@ -49,6 +49,8 @@ struct ModelConfig {
   std::string kind;         ///< name of a family
   int64_t context = 64, max_positions = 0, vocab = 0;
   std::string bos_ids, eos_ids, pad_ids;
+  std::string classes;  ///< names, separated by commas; empty: it predicts tokens
+  std::optional<nn::Pooling> pooling;
   std::string frozen;  ///< patterns of parameters that stay as they are
   Quantize quantize = Quantize::kNone;
   /// One of each family, in the order of nn::families: the other keys are their settings.
@@ -86,8 +88,9 @@ constexpr auto enum_names(ValSplit) {
       {{ValSplit::kTail, "tail"}, {ValSplit::kInterleave, "interleave"}});
 }
 struct DataConfig {
-  std::string text, tokens, sources, chat, preference, val_tokens, tokenizer = "byte",
-                                                                   field = "text";
+  std::string text, tokens, sources, chat, preference, classify, val_tokens, tokenizer = "byte",
+                                                                             field = "text";
+  std::string label_field = "label";
   std::string chat_template;  ///< a file, or a directory; empty: the tokenizer's
   text::TrainOn train_on = text::TrainOn::kAssistant;
   text::LongChats long_chats = text::LongChats::kCut;

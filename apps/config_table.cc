@@ -129,6 +129,16 @@ void add_model(ConfigTable& t, Config& c) {
       .not_stored();
   t.add("model.source", m.source,
         "directory from which an export takes the tokenizer's files; set by model.from");
+  t.add(
+       "model.classes", m.classes,
+       "names of the classes of data.classify, separated by commas, in the order of their numbers; empty: "
+       "those of model.from, else the labels that there are")
+      .also("num_labels id2label");
+  t.add(
+       "model.pooling", m.pooling, "auto",
+       "states that stand for a text to classify: of its first token (cls), of the last, or their mean; "
+       "auto: last for a causal model, else cls")
+      .needs(!c.data.classify.empty(), "data.classify");
   t.add("model.frozen", m.frozen,
         "parameters that are not trained, such as \"embed.*,blocks.0.*\": names, * for any "
         "characters, separated by commas");
@@ -188,8 +198,10 @@ void add_lora(ConfigTable& t, Config& c) {
       .on_resume(ResumeKind::kSchedule)
       .also("lora_dropout")
       .field("LoraOptions::dropout");
-  t.add("lora.modules_to_save", o.modules_to_save,
-        "modules that are trained whole beside the adapters, named like lora.targets")
+  t.add(
+       "lora.modules_to_save", o.modules_to_save,
+       "modules that are trained whole beside the adapters, named like lora.targets; what classifies is, "
+       "with data.classify")
       .needs(is_on, "lora.targets")
       .also("modules_to_save lora_modules_to_save");
   t.add(
@@ -224,6 +236,13 @@ void add_data(ConfigTable& t, Config& c) {
       "data.preference", d.preference,
       "pairs of answers to train on by their preference (DPO): JSON lines or Parquet files, a path or "
       "a glob; each row has chosen and rejected, and prompt, or conversations that begin alike");
+  t.add("data.classify", d.classify,
+        "texts to classify: JSON lines or Parquet files, a path or a glob; each row has a text "
+        "(data.field) and a label (data.label_field)");
+  t.add("data.label_field", d.label_field,
+        "the label's field or column in data.classify: a text or a whole number")
+      .on_resume(ResumeKind::kFree)
+      .needs(!d.classify.empty(), "data.classify");
   const bool has_pairs = !d.preference.empty(), has_chats = !d.chat.empty();
   t.add("data.chat_template", d.chat_template,
         "chat template (.jinja), or a directory with one; empty: that beside the tokenizer")
@@ -234,10 +253,12 @@ void add_data(ConfigTable& t, Config& c) {
        "last turn, or everything")
       .on_resume(ResumeKind::kIdentity)
       .needs(has_chats, "data.chat");
-  t.add("data.long_chats", d.long_chats,
-        "conversations longer than model.context: their beginnings are kept, or they are left out")
+  t.add(
+       "data.long_chats", d.long_chats,
+       "conversations or texts longer than model.context: their beginnings are kept, or they are left out")
       .on_resume(ResumeKind::kIdentity)
-      .needs(has_chats || has_pairs, "data.chat or data.preference");
+      .needs(has_chats || has_pairs || !d.classify.empty(),
+             "data.chat, data.preference or data.classify");
   t.add("data.val_tokens", d.val_tokens,
         "token shards for validation, a glob; empty: a part of data.tokens (data.val_fraction)");
   t.add("data.tokenizer", d.tokenizer,
@@ -248,20 +269,23 @@ void add_data(ConfigTable& t, Config& c) {
       .needs(d.tokens.empty(), "data.text, data.sources or data.chat");
   t.add("data.field", d.field, "the text's field in a JSON line, or column of .parquet")
       .on_resume(ResumeKind::kFree)
-      .needs(d.tokens.empty() && !has_chats && !has_pairs, "data.text or data.sources");
+      .needs(d.tokens.empty() && !has_chats && !has_pairs,
+             "data.text, data.sources or data.classify");
   t.add("data.invalid", d.invalid,
         "bytes of texts that are not UTF-8: an error, or each becomes U+FFFD")
       .on_resume(ResumeKind::kFree)
-      .needs(d.tokens.empty() && !has_chats && !has_pairs, "data.text or data.sources");
+      .needs(d.tokens.empty() && !has_chats && !has_pairs && d.classify.empty(),
+             "data.text or data.sources");
   t.add("data.val_fraction", d.val_fraction, kFraction,
         "fraction of the data kept back for validation")
       .needs(d.val_tokens.empty(), "no data.val_tokens");
   t.add("data.val_split", d.val_split,
         "validation data: the end of the data, or the end of each of many pieces of it")
-      .needs(d.val_tokens.empty() && d.val_fraction > 0 && d.sources.empty() && !has_chats &&
-                 !has_pairs,
-             "data.val_fraction > 0 and no data.val_tokens, data.sources, data.chat or "
-             "data.preference");
+      .needs(
+          d.val_tokens.empty() && d.val_fraction > 0 && d.sources.empty() && !has_chats &&
+              !has_pairs && d.classify.empty(),
+          "data.val_fraction > 0 and no data.val_tokens, data.sources, data.chat, data.preference "
+          "or data.classify");
   t.add("data.separator", d.separator, {-1, 2147483647},
         "token id that ends a document and begins the next: attention stays inside a "
         "document; -1: no separator")
@@ -270,7 +294,7 @@ void add_data(ConfigTable& t, Config& c) {
         "tokens around documents of texts without data.separator: the tokenizer's end of a text "
         "behind each and its beginning (else that end) before, or none")
       .on_resume(ResumeKind::kIdentity)
-      .needs(d.tokens.empty() && !has_chats && d.separator < 0,
+      .needs(d.tokens.empty() && !has_chats && d.classify.empty() && d.separator < 0,
              "documents of data.text or data.sources and no data.separator");
   t.add("data.restart_positions", d.restart_positions, "positions restart at 0 with each document")
       .on_resume(ResumeKind::kIdentity)

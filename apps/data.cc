@@ -10,6 +10,7 @@
 #include <filesystem>
 
 #include "apps/chats.h"
+#include "apps/classification.h"
 #include "apps/data/byte_stream.h"
 #include "apps/data/text_files.h"
 #include "apps/packed_samples.h"
@@ -368,14 +369,18 @@ std::shared_ptr<text::Tokenizer> open_tokenizer(const Config& config) {
 Texts open_texts(const Config& config) {
   Texts texts{.sources = text_sources(config), .chats = nullptr, .tokenizer = nullptr};
   const bool has_chats = !config.data.chat.empty(), has_pairs = !config.data.preference.empty();
-  const bool needs_words = has_chats || has_pairs;
+  const bool classifies = !config.data.classify.empty();
+  const bool needs_words = has_chats || has_pairs || classifies;
   if (!texts.sources.empty() || needs_words) texts.tokenizer = open_tokenizer(config);
   if (!needs_words) return texts;
   if (texts.tokenizer == nullptr) {
-    throw ConfigError(fmt::format(
-        "{}: data.tokenizer = {} with data.{}, expected byte or the path of a "
-        "tokenizer",
-        config.origin("data.tokenizer"), config.data.tokenizer, has_pairs ? "preference" : "chat"));
+    throw ConfigError(
+        fmt::format("{}: data.tokenizer = {} with data.{}, expected byte or the path of a "
+                    "tokenizer",
+                    config.origin("data.tokenizer"), config.data.tokenizer,
+                    classifies  ? "classify"
+                    : has_pairs ? "preference"
+                                : "chat"));
   }
   if (!has_chats) return texts;
   texts.chats = std::make_shared<const ChatSource>(
@@ -390,13 +395,24 @@ bool Texts::has_caches() const {
            compression_of_name(sources[0].paths[0]) == Compression::kNone);
 }
 
+int64_t Batch::num_counted() const {
+  if (!labels.empty()) {
+    return std::ssize(labels) - std::count(labels.begin(), labels.end(), kIgnoredTarget);
+  }
+  return references.empty() ? num_valid : num_pairs;
+}
+
 Data load_data(const Config& config, Texts texts, const std::vector<std::string>& caches,
                int threads) {
   Data data;
   Corpus all;
   data.tokenizer = texts.tokenizer;
   bool has_documents = false;  // of texts
-  if (!config.data.preference.empty()) {
+  if (!config.data.classify.empty()) {
+    LoadedTexts loaded = load_labelled_texts(config, *data.tokenizer);
+    data.texts = std::move(loaded.texts);
+    data.chats = std::move(loaded.summary);
+  } else if (!config.data.preference.empty()) {
     LoadedPreferences loaded =
         load_preferences(config, data.tokenizer, folder_of_tokenizer(config.data.tokenizer));
     data.pairs = std::move(loaded.pairs);
@@ -445,6 +461,10 @@ Data load_data(const Config& config, Texts texts, const std::vector<std::string>
       }
     }
   }
+  if (data.texts != nullptr) {
+    all.shards.push_back(data.texts->tokens);
+    all.targets.push_back(TokenArray(data.texts->labels, config.data.classify));
+  }
   if (data.pairs != nullptr) {
     all.shards.push_back(data.pairs->tokens);
     all.targets.push_back(data.pairs->is_target);
@@ -453,7 +473,7 @@ Data load_data(const Config& config, Texts texts, const std::vector<std::string>
     if (shard.is_mapped()) data.files.push_back(shard);
   }
   data.num_train_files = data.files.size();
-  if (data.sources != nullptr || data.pairs != nullptr) {
+  if (data.is_split_by_rows()) {
     data.train = std::move(all);  // split by document, or by pair
   } else if (!config.data.val_tokens.empty()) {
     data.train = std::move(all);

@@ -76,6 +76,7 @@ std::string short_shards(const Corpus& corpus, int64_t context);
 struct TokenSource;      // apps/packed_samples.h
 struct ChatSource;       // apps/chats.h
 struct PreferencePairs;  // apps/preferences.h
+struct LabelledTexts;    // apps/classification.h
 
 struct Data {
   Corpus train, val;              ///< val is empty for val_fraction = 0
@@ -85,10 +86,13 @@ struct Data {
   std::shared_ptr<const std::vector<TokenSource>>
       sources;  ///< of data.sources, data.chat or several documents; train has them too
   std::shared_ptr<const PreferencePairs> pairs;  ///< of data.preference; train has their tokens too
+  std::shared_ptr<const LabelledTexts> texts;    ///< of data.classify; train has their tokens too
   std::string chats;          ///< of data.chat, for the log: how many there are and are trained on
   std::string chat_template;  ///< data.chat_template, which goes with the model; or empty
   /// Validation is of rows of the same data, which train has all of.
-  bool is_split_by_rows() const { return sources != nullptr || pairs != nullptr; }
+  bool is_split_by_rows() const {
+    return sources != nullptr || pairs != nullptr || texts != nullptr;
+  }
   text::DocumentTokens document_tokens;  ///< around documents of texts, for data.document_tokens
   int64_t vocab_size = 0;                ///< model.vocab, or the tokenizer's size
 };
@@ -141,8 +145,11 @@ struct Batch {
   int64_t num_pairs = 0;
   std::vector<float> references;
   std::any own;  ///< what samples of a program's own have besides or instead (trainer.h)
-  /// What a loss is the mean of.
-  int64_t num_counted() const { return references.empty() ? num_valid : num_pairs; }
+  /// Of texts with a class (classification.h): the class of each row, kIgnoredTarget for padding, and
+  /// how many tokens it has.
+  std::vector<int32_t> labels;
+  std::vector<int64_t> lengths;
+  int64_t num_counted() const;  ///< what a loss is the mean of
 };
 inline constexpr int32_t kIgnoredTarget = -100;
 

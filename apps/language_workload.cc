@@ -1,5 +1,7 @@
 #include "apps/language_workload.h"
 
+#include <fmt/ranges.h>
+
 #include <algorithm>
 #include <filesystem>
 #include <map>
@@ -8,6 +10,7 @@
 
 #include "apps/agreement.h"
 #include "apps/checkpointing.h"
+#include "apps/classification.h"
 #include "apps/loss.h"
 #include "apps/model_from.h"
 #include "apps/options.h"
@@ -41,6 +44,7 @@ RunSamples samples_of(const Config& config, const Data& data) {
             std::make_unique<S>(rows, options, fraction, SplitPart::kVal)};
   };
   if (data.pairs) return of_parts(std::type_identity<PreferenceSamples>{}, data.pairs);
+  if (data.texts) return of_parts(std::type_identity<TextSamples>{}, data.texts);
   if (data.sources) return of_parts(std::type_identity<PackedSamples>{}, data.sources);
   return {std::make_unique<TrainSamples>(data.train, options),
           std::make_unique<EvalSamples>(data.val, options)};
@@ -69,6 +73,7 @@ class LanguageWorkload final : public Workload {
   const Samples& train_samples() const override { return *samples_.train; }
   const Samples& val_samples() const override { return *samples_.val; }
   int64_t tokens_per_sample() const override;
+  void resolve(Config& config) const override;
   void set_config(const Config& config) override;
 
   void check() const override;
@@ -101,6 +106,8 @@ class LanguageWorkload final : public Workload {
   LossSum loss(const Batch& batch, const Tensor& grad_scale,
                std::vector<HostCopy>& extras) override;
   LossSum val_loss(const Batch& batch) override;
+  void begin_evaluation() override;
+  Figures end_evaluation(dist::World& world) override;
   void add_metrics(StepMetrics& metrics, const std::vector<HostCopy>& extras,
                    dist::World& world) override;
   double flops_per_token() const override { return model_->flops_per_token(config_.model.context); }
@@ -120,6 +127,7 @@ class LanguageWorkload final : public Workload {
   RunSamples samples_;
   std::optional<TokenCheck> token_check_;  // over before the first save or evaluation
   LossTerms loss_terms_;
+  std::optional<ClassScores> scores_;  // of the evaluation in progress
   std::unique_ptr<nn::LanguageModel> model_;
   std::unique_ptr<dist::PeftReader> adapters_;  // of `lora.from`
 };
@@ -158,6 +166,12 @@ void LanguageWorkload::make_samples(const Config& config) {
 /// A pair has two sequences.
 int64_t LanguageWorkload::tokens_per_sample() const {
   return config_.model.context * (data_.pairs != nullptr ? 2 : 1);
+}
+
+void LanguageWorkload::resolve(Config& config) const {
+  if (data_.texts == nullptr) return;
+  config.model.classes = fmt::format("{}", fmt::join(data_.texts->classes, ","));
+  config.origins.insert_or_assign("model.classes", config.origin("data.classify"));
 }
 
 void LanguageWorkload::set_config(const Config& config) {
@@ -237,8 +251,16 @@ void LanguageWorkload::initialize_parameters(dist::Fsdp& fsdp, dist::World& worl
   fsdp.initialize(static_cast<uint64_t>(config_.train.seed));
   if (config_.model.from.empty()) return;
   std::optional<dist::HfReader> reader;
-  world.control().verdict([&] { reader.emplace(config_.model.from, ignored_keys(config_.model)); });
-  dist::load_parameters(*reader, fsdp, *model_, is_of_base);
+  world.control().verdict([&] {
+    reader.emplace(config_.model.from, ignored_keys(config_.model), model_->classifier());
+  });
+  // What classifies may be new.
+  const std::vector<std::string> there = reader->names();
+  dist::load_parameters(*reader, fsdp, *model_, [&](const nn::NamedParameter& p) {
+    const bool can_be_new = model_->classifier() != nullptr && nn::is_of_classifier(p.name);
+    return is_of_base(p) &&
+           !(can_be_new && std::find(there.begin(), there.end(), p.name) == there.end());
+  });
   if (adapters_ == nullptr) return;
   const std::vector<std::string> names = adapters_->names();
   dist::load_parameters(*adapters_, fsdp, *model_, [&](const nn::NamedParameter& p) {
@@ -336,6 +358,9 @@ std::pair<int64_t, int64_t> LanguageWorkload::num_positions() const {
     if (const auto* const pairs = dynamic_cast<const PreferenceSamples*>(&samples)) {
       return pairs->num_tokens();
     }
+    if (const auto* const texts = dynamic_cast<const TextSamples*>(&samples)) {
+      return texts->num_tokens();
+    }
     const auto* const packed = dynamic_cast<const PackedSamples*>(&samples);
     return packed != nullptr ? packed->num_positions() : corpus.num_tokens();
   };
@@ -348,6 +373,7 @@ void LanguageWorkload::set_up(dist::World& world) {
 
 LossSum LanguageWorkload::loss(const Batch& batch, const Tensor& grad_scale,
                                std::vector<HostCopy>& extras) {
+  if (data_.texts != nullptr) return class_loss(*model_, batch, loss_terms_).loss;
   if (data_.pairs == nullptr) return batch_loss(*model_, batch, grad_scale, loss_terms_);
   PreferenceSum of_pairs = preference_loss(*model_, batch, config_.dpo);
   extras.emplace_back(of_pairs.rewards);
@@ -355,8 +381,23 @@ LossSum LanguageWorkload::loss(const Batch& batch, const Tensor& grad_scale,
 }
 
 LossSum LanguageWorkload::val_loss(const Batch& batch) {
+  if (data_.texts != nullptr) {
+    ClassSum of_texts = class_loss(*model_, batch);
+    scores_->add(of_texts.logits, batch);
+    return of_texts.loss;
+  }
   if (data_.pairs != nullptr) return preference_loss(*model_, batch, config_.dpo).loss;
   return batch_loss(*model_, batch);
+}
+
+void LanguageWorkload::begin_evaluation() {
+  if (data_.texts != nullptr) scores_.emplace(std::ssize(data_.texts->classes));
+}
+
+Figures LanguageWorkload::end_evaluation(dist::World& world) {
+  if (data_.texts == nullptr) return {};
+  const ClassScores::Scores scores = scores_->finish(world);
+  return {{"val_accuracy", scores.accuracy}, {"val_f1", scores.f1}};
 }
 
 void LanguageWorkload::add_metrics(StepMetrics& metrics, const std::vector<HostCopy>& extras,

@@ -11,18 +11,6 @@
 namespace tessera::apps {
 namespace {
 
-nn::ForwardOptions forward_options(const Batch& batch) {
-  nn::ForwardOptions options;
-  const Shape shape{batch.B, batch.T};
-  if (!batch.document_starts.empty()) {
-    options.document_starts = from_values(std::span<const int32_t>(batch.document_starts), shape);
-  }
-  if (!batch.positions.empty()) {
-    options.positions = from_values(std::span<const int32_t>(batch.positions), shape);
-  }
-  return options;
-}
-
 /// The sum of the micro-batches that all ranks have evaluated: the same for any number of ranks.
 double sum_in_sample_order(const std::vector<double>& mine, dist::World& world) {
   std::vector<double> all(mine.size() * static_cast<size_t>(world.world_size()));
@@ -36,6 +24,18 @@ double sum_in_sample_order(const std::vector<double>& mine, dist::World& world) 
 }
 
 }  // namespace
+
+nn::ForwardOptions forward_options(const Batch& batch) {
+  nn::ForwardOptions options;
+  const Shape shape{batch.B, batch.T};
+  if (!batch.document_starts.empty()) {
+    options.document_starts = from_values(std::span<const int32_t>(batch.document_starts), shape);
+  }
+  if (!batch.positions.empty()) {
+    options.positions = from_values(std::span<const int32_t>(batch.positions), shape);
+  }
+  return options;
+}
 
 LossInput loss_input(const Batch& batch) {
   const Shape shape{batch.B, batch.T};

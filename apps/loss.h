@@ -27,6 +27,8 @@ struct LossInput {
   nn::ForwardOptions options;
 };
 LossInput loss_input(const Batch& batch);
+/// Documents and positions of a batch.
+nn::ForwardOptions forward_options(const Batch& batch);
 
 /// The model's loss on a batch; `grad_scale` is where backward will start. The head sees the positions
 /// with a target alone (`num_loss_rows`): their losses have the bits that all positions together would

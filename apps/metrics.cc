@@ -56,6 +56,16 @@ std::string launcher_output() {
 }
 
 constexpr const char* kLineEnd = "}\n";
+constexpr std::string_view kValPrefix = "val_";
+
+bool is_evaluated(const StepMetrics& m) {
+  return m.val_loss || !m.figures.empty();
+}
+
+/// "val_loss", "val_f1", "eval.piqa.acc".
+bool is_of_evaluation(std::string_view key) {
+  return key.starts_with(kValPrefix) || key.starts_with("eval.");
+}
 
 /// The lines of steps up to `step`, in order. A run that was killed may have half a line at the
 /// end.
@@ -131,7 +141,19 @@ std::string to_json(const StepMetrics& m) {
     object["accuracy"] = m.rewards->accuracy;
   }
   if (m.val_loss) object["val_loss"] = *m.val_loss;
+  for (const auto& [name, value] : m.figures) object[name] = value;
   return object.dump();
+}
+
+/// "  val_loss 2.5000  val_f1 0.5000", or "".
+std::string evaluation_text(std::optional<double> val_loss, const Figures& figures) {
+  std::string text;
+  if (val_loss) text += fmt::format("  val_loss {:.4f}", without_nan_sign(*val_loss));
+  for (const auto& [name, value] : figures) {
+    if (!name.starts_with(kValPrefix)) continue;
+    text += fmt::format("  {} {:.4f}", name, without_nan_sign(value));
+  }
+  return text;
 }
 
 std::string to_line(const StepMetrics& m, int64_t num_steps) {
@@ -153,8 +175,7 @@ std::string to_line(const StepMetrics& m, int64_t num_steps) {
   }
   if (m.loss_scale) line += fmt::format("  loss_scale {:g}", *m.loss_scale);
   if (m.skipped.value_or(0) > 0) line += fmt::format("  skipped {}", *m.skipped);
-  if (m.val_loss) line += fmt::format("  val_loss {:.4f}", without_nan_sign(*m.val_loss));
-  return line;
+  return line + evaluation_text(m.val_loss, m.figures);
 }
 
 std::string progress_bar(const StepMetrics& m, int64_t num_steps, double seconds_left, int width) {
@@ -218,7 +239,9 @@ MetricsLog::MetricsLog(const Options& options)
   const size_t last = kept.empty() ? 0 : kept.rfind('\n', kept.size() - 2) + 1;
   if (!kept.empty() && kept.ends_with(kLineEnd)) {
     const auto line = nlohmann::json::parse(std::string_view(kept).substr(last));
-    if (!line.contains("val_loss")) open_step_ = line["step"].get<int64_t>();
+    bool is_open = true;
+    for (const auto& item : line.items()) is_open = is_open && !is_of_evaluation(item.key());
+    if (is_open) open_step_ = line["step"].get<int64_t>();
   }
 }
 
@@ -260,10 +283,15 @@ void MetricsLog::write_at(int64_t offset, std::string_view text) {
 }
 
 /// In one write, so that a process that dies leaves the line without or with it.
-void MetricsLog::complete_line(double val_loss) {
+void MetricsLog::complete_line(std::optional<double> val_loss, const Figures& figures) {
   open_step_.reset();
-  write_at(nbytes_ - static_cast<int64_t>(std::strlen(kLineEnd)),
-           ",\"val_loss\":" + nlohmann::json(val_loss).dump() + kLineEnd);
+  std::string text;
+  const auto add = [&](const std::string& name, double value) {
+    text += fmt::format(",{}:{}", nlohmann::json(name).dump(), nlohmann::json(value).dump());
+  };
+  if (val_loss) add("val_loss", *val_loss);
+  for (const auto& [name, value] : figures) add(name, value);
+  write_at(nbytes_ - static_cast<int64_t>(std::strlen(kLineEnd)), text + kLineEnd);
 }
 
 void MetricsLog::write_out(const std::string& text) {
@@ -305,15 +333,16 @@ void MetricsLog::record(const StepMetrics& m) {
   is_recorded_ = true;
 }
 
-void MetricsLog::add_val_loss(int64_t step, double val_loss) {
-  if (open_step_ == step) complete_line(val_loss);
-  print(fmt::format("step {}/{}  val_loss {:.4f}", step, options_.num_steps,
-                    without_nan_sign(val_loss)));
+void MetricsLog::add_evaluation(int64_t step, std::optional<double> val_loss,
+                                const Figures& figures) {
+  if (open_step_ == step) complete_line(val_loss, figures);
+  const std::string text = evaluation_text(val_loss, figures);
+  if (!text.empty()) print(fmt::format("step {}/{}{}", step, options_.num_steps, text));
 }
 
 void MetricsLog::add(const StepMetrics& m) {
   if (is_recorded_) {
-    if (m.val_loss) complete_line(*m.val_loss);
+    if (is_evaluated(m)) complete_line(m.val_loss, m.figures);
   } else {
     append(to_json(m) + "\n");
   }
@@ -321,7 +350,7 @@ void MetricsLog::add(const StepMetrics& m) {
   open_step_.reset();
   if (first_step_ == 0) first_step_ = m.step;
   const bool is_last = m.step == options_.num_steps;
-  if (m.step % options_.log_every == 0 || m.step == 1 || m.val_loss || is_last) {
+  if (m.step % options_.log_every == 0 || m.step == 1 || is_evaluated(m) || is_last) {
     print(to_line(m, options_.num_steps));
   }
   if (!options_.progress_bar || is_last) return;

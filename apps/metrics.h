@@ -16,6 +16,8 @@
 
 namespace tessera::apps {
 
+using Figures = std::vector<std::pair<std::string, double>>;
+
 struct StepMetrics {
   int64_t step = 0;      ///< counted from 1
   double loss = 0;       ///< mean over the step's targets of all ranks
@@ -48,6 +50,9 @@ struct StepMetrics {
     double accuracy = 0;              ///< share of pairs whose chosen answer has the larger one
   };
   std::optional<Rewards> rewards;  ///< of preferences
+  /// What an evaluation found beside val_loss, by the names of the file; the printed line has those that
+  /// begin with "val_".
+  Figures figures;
 };
 
 /// Speed and waits over the last steps, since the host sees steps end in bursts. What happens
@@ -112,9 +117,9 @@ class MetricsLog {
   /// The line of the file alone, of what no later step will tell again; `add` of the same step
   /// then completes it with its validation loss, and prints.
   void record(const StepMetrics& metrics);
-  /// The validation loss of the last step of a run that went on from there, which had ended before
-  /// it was known: completes the step's line, if it has none, and prints.
-  void add_val_loss(int64_t step, double val_loss);
+  /// What an evaluation found of the last step of a run that went on from there, which had ended before
+  /// it was known: completes the step's line, if it has nothing of one, and prints.
+  void add_evaluation(int64_t step, std::optional<double> val_loss, const Figures& figures = {});
   /// Lines of text, above the progress bar. What names in them would do to a terminal is escaped,
   /// each line is cut to `kMaxLineShown` (core/text.h).
   void print(const std::string& lines);
@@ -125,16 +130,15 @@ class MetricsLog {
   void clear_bar();
   void append(std::string_view line);
   void write_at(int64_t offset, std::string_view text);
-  void complete_line(double val_loss);
+  void complete_line(std::optional<double> val_loss, const Figures& figures);
   [[noreturn]] void fail(int error) const;
   void write_out(const std::string& text);
 
   Options options_;
   int fd_ = -1;
-  int64_t nbytes_ = 0;        // of whole lines
-  bool is_recorded_ = false;  // the last line is of the step that `add` will be called for
-  std::optional<int64_t>
-      open_step_;  // of the last line of an earlier life, without a validation loss
+  int64_t nbytes_ = 0;                // of whole lines
+  bool is_recorded_ = false;          // the last line is of the step that `add` will be called for
+  std::optional<int64_t> open_step_;  // of the last line of an earlier life, without an evaluation
   std::chrono::steady_clock::time_point start_;
   int64_t first_step_ = 0;
   bool bar_is_shown_ = false, is_out_gone_ = false;

@@ -35,6 +35,7 @@ void take_tokenizer(Config& config) {
   if (!data.tokens.empty()) return;
   const std::string key = !data.chat.empty()         ? "data.chat"
                           : !data.preference.empty() ? "data.preference"
+                          : !data.classify.empty()   ? "data.classify"
                           : !data.text.empty()       ? "data.text"
                                                      : "data.sources";
   const bool is_given = config.is_given("data.tokenizer");
@@ -83,6 +84,14 @@ void take_model_from(Config& config) {
   taken.model.kind = found.family().name;
   take(taken.model.selected(), found);
   taken.model.vocab = found.vocab_size();
+  if (const nn::ClassifierConfig* classifier = found.classifier()) {
+    for (const std::string& name : classifier->classes) {
+      if (name.find(',') == std::string::npos) continue;
+      throw ConfigError(fmt::format("{}: id2label has \"{}\", expected names without commas", path,
+                                    shorten(name)));
+    }
+    taken.model.classes = fmt::format("{}", fmt::join(classifier->classes, ","));
+  }
   taken.model.context = found.context_length();
   // Nothing is computed with these: other ones may be given.
   const auto set_ids = [&](const char* key, std::string& text, const std::vector<int64_t>& values) {

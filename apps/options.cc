@@ -9,6 +9,7 @@
 #include <sstream>
 #include <unordered_set>
 
+#include "apps/classification.h"
 #include "apps/config_table.h"
 #include "apps/parameter_groups.h"
 #include "core/glob.h"
@@ -135,6 +136,7 @@ std::unique_ptr<optim::Optimizer> make_one_optimizer(const Config& config, Optim
 std::unique_ptr<nn::LanguageModel> make_model(const ModelConfig& config, int64_t vocab_size) {
   nn::FamilyConfig family = config.selected();
   family.set_sizes(vocab_size, std::max(config.context, config.max_positions));
+  if (!config.classes.empty()) family.set_classifier(parse_classes(config.classes), config.pooling);
   return family.make_model();
 }
 
@@ -142,7 +144,15 @@ std::unique_ptr<nn::LanguageModel> make_model(const Config& config, int64_t voca
   std::unique_ptr<nn::LanguageModel> model = make_model(config.model, vocab_size);
   if (!config.lora.is_on()) return model;
   try {
-    nn::add_lora(*model, config.lora.options, static_cast<uint64_t>(config.train.seed));
+    nn::LoraOptions options = config.lora.options;
+    if (model->classifier() != nullptr) {
+      // What classifies begins anew, so it is trained, as with peft.
+      std::string_view name = config.model.selected().hf_layout().score_prefix;
+      name.remove_suffix(1);  // the dot
+      options.modules_to_save +=
+          fmt::format("{}{}", options.modules_to_save.empty() ? "" : ",", name);
+    }
+    nn::add_lora(*model, options, static_cast<uint64_t>(config.train.seed));
   } catch (const ConfigError& error) {
     throw ConfigError(in_keys(config, error.what()));
   }

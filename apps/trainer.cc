@@ -155,6 +155,7 @@ class Trainer {
   std::string data_id_, data_content_, val_id_, val_content_;  // contents once they are read
   const Samples &samples_, &eval_samples_;
   const std::string budget_;  // what was resolved of it
+  Figures figures_;           // of the last evaluation, beside val_loss_
   int64_t tokens_per_sample_ = 1, grad_accum_steps_ = 1, samples_per_step_ = 1,
           tokens_per_step_ = 1;
   nn::Module* model_ = nullptr;
@@ -192,9 +193,13 @@ class Trainer {
 
 /// The loss of validation; nothing if the run is to end first.
 std::optional<double> Trainer::validate() {
-  return evaluate(
+  figures_.clear();
+  work_.begin_evaluation();
+  const auto loss = evaluate(
       *model_, *fsdp_, world_, eval_samples_, config_.train,
       [this](const Batch& batch) { return work_.val_loss(batch); }, is_preemption_requested);
+  if (loss) figures_ = work_.end_evaluation(world_);
+  return loss;
 }
 
 Trainer::Trainer(const Config& config, dist::World& world, Workload& work,
@@ -662,6 +667,7 @@ void Trainer::finish(bool evaluates, bool is_end) {
       log(m);
       throw;
     }
+    m.figures = figures_;
     if (!m.val_loss && eval_samples_.num_samples() > 0 && log_ != nullptr) {
       log_->print(fmt::format("evaluation after step {}: cut short, the run is to end", step_));
     }
@@ -709,7 +715,7 @@ void Trainer::evaluate_end() {
   if (!best_val_loss_ || *val_loss_ < *best_val_loss_) best_val_loss_ = val_loss_;
   result_.val_loss = val_loss_;
   checkpoints_.add_val_loss(progress());
-  write_log([&] { log_->add_val_loss(step_, *val_loss_); });
+  write_log([&] { log_->add_evaluation(step_, val_loss_, figures_); });
 }
 
 TrainResult Trainer::run() {
@@ -905,6 +911,7 @@ TrainResult run_training(const Config& given, dist::World& world,
     std::string budget;
     world.control().verdict([&] {
       work.make_samples(config);
+      work.resolve(config);
       budget = resolve_budget(config, {.samples_per_epoch = work.train_samples().num_samples(),
                                        .tokens_per_sample = work.tokens_per_sample(),
                                        .world_size = world.world_size()});

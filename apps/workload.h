@@ -36,6 +36,8 @@ class Workload {
   virtual const Samples& train_samples() const = 0;
   virtual const Samples& val_samples() const = 0;
   virtual int64_t tokens_per_sample() const = 0;
+  /// Local: what the data says of the configuration.
+  virtual void resolve(Config& /*config*/) const {}
   /// The configuration with its budget resolved: that of all that follows.
   virtual void set_config(const Config& config) = 0;
 
@@ -84,6 +86,10 @@ class Workload {
   virtual LossSum loss(const Batch& batch, const Tensor& grad_scale,
                        std::vector<HostCopy>& extras) = 0;
   virtual LossSum val_loss(const Batch& batch) = 0;
+  /// Around the losses of an evaluation: what it found beside them, by the names of metrics.jsonl; the
+  /// same on all ranks.
+  virtual void begin_evaluation() {}
+  virtual Figures end_evaluation(dist::World&) { return {}; }
   virtual void add_metrics(StepMetrics&, const std::vector<HostCopy>& /*extras*/, dist::World&) {}
   /// Of forward and backward; 0: not known.
   virtual double flops_per_token() const { return 0; }

@@ -38,11 +38,22 @@ FamilyConfig& FamilyConfig::operator=(const FamilyConfig& other) {
     family_ = other.family_;
     config_ = other.config_;
   }
+  classifier_ = other.classifier_;
   return *this;
 }
 
 std::unique_ptr<LanguageModel> FamilyConfig::make_model() const {
-  return family_->make_model(*this);
+  std::unique_ptr<LanguageModel> model = family_->make_model(*this);
+  if (classifier_) model->add_classifier(*classifier_);
+  return model;
+}
+
+void FamilyConfig::set_classifier(std::vector<std::string> classes,
+                                  std::optional<Pooling> pooling) {
+  const bool is_causal = family_->is_causal;
+  classifier_ = {std::move(classes), pooling.value_or(is_causal ? Pooling::kLast : Pooling::kCls),
+                 /*bias=*/!is_causal};
+  family_->drop_head(*this, classifier_->pooling);
 }
 
 int64_t FamilyConfig::num_layers() const {
@@ -90,7 +101,16 @@ void FamilyConfig::set_tied(bool is_tied) {
 }
 
 std::vector<HfParameter> FamilyConfig::hf_parameters() const {
-  return family_->hf_parameters(*this);
+  std::vector<HfParameter> all = family_->hf_parameters(*this);
+  if (!classifier_) return all;
+  const std::string score(hf_layout().score);
+  const int64_t count = std::ssize(classifier_->classes);
+  HfParameterList list;
+  // Every model's first parameter is its token embedding.
+  list.matrix("score.weight", all.front().cols(), {{score + ".weight", count}});
+  if (classifier_->bias) list.vector("score.bias", {{score + ".bias", count}});
+  for (HfParameter& parameter : list.take()) all.push_back(std::move(parameter));
+  return all;
 }
 
 HfLayout FamilyConfig::hf_layout() const {
@@ -98,6 +118,7 @@ HfLayout FamilyConfig::hf_layout() const {
 }
 
 bool FamilyConfig::is_derived_hf_tensor(std::string_view name) const {
+  if (classifier_ && name.starts_with(hf_layout().head_prefix)) return true;
   return (is_tied() && name == hf_layout().head) || family_->is_derived_hf_tensor(*this, name);
 }
 

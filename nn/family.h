@@ -5,6 +5,7 @@
 #include <functional>
 #include <memory>
 #include <nlohmann/json_fwd.hpp>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -13,6 +14,7 @@
 
 #include "core/settings.h"
 #include "kernels/elementwise/elementwise.h"
+#include "nn/classifier.h"
 #include "nn/hf/parameters.h"
 
 // What programs know of a family of models, in one value. A family is one folder (its configuration,
@@ -56,6 +58,8 @@ struct HfLayout {
   std::string_view embedding;  ///< the token embedding, which a tied head shares
   std::string_view head_prefix = "lm_head.";
   std::string_view head = "lm_head.weight";  ///< the head's matrix
+  std::string_view score = "score";          ///< the layer that makes logits of classes
+  std::string_view score_prefix = "score.";  ///< of all that classifies
 };
 
 /// The configuration of a model of any family: it is made of that of one, which it holds. Assigning
@@ -105,6 +109,11 @@ class FamilyConfig {
   void set(std::string_view key, const SettingValue& value);
   /// Calls `refuse` for what does not go together.
   void check(const RefuseSetting& refuse) const;
+  /// The model classifies sequences in place of predicting tokens: it has no head, and by default pools
+  /// as transformers' models of the family do: `last` if it is causal, else `cls`.
+  void set_classifier(std::vector<std::string> classes, std::optional<Pooling> pooling = {});
+  /// Null for a model that predicts tokens.
+  const ClassifierConfig* classifier() const { return classifier_ ? &*classifier_ : nullptr; }
   /// The head uses the token embedding's weight.
   bool is_tied() const;
   void set_tied(bool is_tied);
@@ -118,6 +127,7 @@ class FamilyConfig {
  private:
   const Family* family_;
   std::any config_;
+  std::optional<ClassifierConfig> classifier_;
 };
 
 /// The name that transformers has for a model: `model_type` and one of `architectures`.
@@ -148,6 +158,9 @@ struct Family : FamilyTraits {
   void (*set_sizes)(FamilyConfig& config, int64_t vocab_size, int64_t context_length);
   void (*add_settings)(ModelSettings& settings, FamilyConfig& config);
   void (*check)(const FamilyConfig& config, const RefuseSetting& refuse);
+  /// Takes away what predicts tokens: drop_head(pooling) of the configuration if it has one, else the
+  /// head is tied.
+  void (*drop_head)(FamilyConfig& config, Pooling pooling);
   bool (*is_tied)(const FamilyConfig& config);
   void (*set_tied)(FamilyConfig& config, bool is_tied);
   /// The configuration that the keys of a config.json describe. InputError (see HfKeys).
@@ -231,6 +244,14 @@ Family make_family(FamilyTraits traits) {
   };
   f.check = [](const FamilyConfig& config, const RefuseSetting& refuse) {
     kCheck(config.as<Config>(), refuse);
+  };
+  f.drop_head = [](FamilyConfig& config, Pooling pooling) {
+    Config& c = config.as<Config>();
+    if constexpr (requires { c.drop_head(pooling); }) {
+      c.drop_head(pooling);
+    } else {
+      c.tied = true;  // a head without a weight of its own, which is never called
+    }
   };
   f.is_tied = [](const FamilyConfig& config) { return config.as<Config>().tied; };
   f.set_tied = [](FamilyConfig& config, bool is_tied) { config.as<Config>().tied = is_tied; };

@@ -7,6 +7,7 @@
 #include "kernels/embedding/embedding.h"
 #include "kernels/matmul/matmul.h"
 #include "kernels/pointwise/pointwise.h"
+#include "kernels/reduce/reduce.h"
 #include "nn/family.h"
 
 namespace tessera::nn {
@@ -70,9 +71,15 @@ std::unique_ptr<FamilyConfig> LanguageModel::family_config() const {
   return nullptr;
 }
 
+void LanguageModel::check_predicts_tokens() const {
+  TESSERA_CHECK_AS(ConfigError, !classifier_,
+                   "{}: the model classifies texts, expected one that predicts tokens", kind());
+}
+
 LossSum LanguageModel::loss(const Tensor& ids_BT, const Tensor& targets_BT,
                             const ForwardOptions& options,
                             const LinearCrossEntropyOptions& loss_options) {
+  check_predicts_tokens();
   return run(
       *this,
       [&](LanguageModel& model, const Tensor& ids, const Tensor& targets) {
@@ -83,6 +90,7 @@ LossSum LanguageModel::loss(const Tensor& ids_BT, const Tensor& targets_BT,
 
 Tensor LanguageModel::token_losses(const Tensor& ids_BT, const Tensor& targets_BT,
                                    const ForwardOptions& options) {
+  check_predicts_tokens();
   return run(
       *this,
       [&](LanguageModel& model, const Tensor& ids, const Tensor& targets) {
@@ -100,7 +108,55 @@ Tensor LanguageModel::hidden_of_targets(const Tensor& ids_BT, const ForwardOptio
   return head_input(hidden_BTC);
 }
 
+void LanguageModel::add_classifier(const ClassifierConfig& config) {
+  TESSERA_CHECK(!classifier_, "add_classifier: the model has one, expected one call");
+  TESSERA_CHECK(config.classes.size() >= 2, "add_classifier: {} classes, expected two or more",
+                config.classes.size());
+  classifier_ = config;
+  score_.emplace(this, "score", shape().width, std::ssize(config.classes),
+                 LinearOptions{.bias = config.bias, .init = Init::normal(0, 0.02)});
+}
+
+Tensor LanguageModel::pooled(const Tensor& hidden_BTC, std::span<const int32_t> lengths) const {
+  const int64_t B = hidden_BTC.dim(0), T = hidden_BTC.dim(1), C = hidden_BTC.dim(2);
+  TESSERA_CHECK_EQ(std::ssize(lengths), B, "class_logits: a length of each row");
+  for (const int32_t length : lengths) {
+    TESSERA_CHECK(length >= 1 && length <= T, "class_logits: length {}, expected 1 to {}", length,
+                  T);
+  }
+  if (classifier_->pooling == Pooling::kMean) {
+    std::vector<float> weights(static_cast<size_t>(B * T), 0);
+    for (int64_t b = 0; b < B; ++b) {
+      const int32_t length = lengths[static_cast<size_t>(b)];
+      std::fill_n(weights.begin() + b * T, length, 1 / static_cast<float>(length));
+    }
+    const Tensor share =
+        from_values(std::span<const float>(weights), {B, T, 1}, hidden_BTC.dtype());
+    return sum(mul(hidden_BTC, share), 1);
+  }
+  std::vector<int32_t> rows;
+  for (int64_t b = 0; b < B; ++b) {
+    const bool is_last = classifier_->pooling == Pooling::kLast;
+    const int64_t t = is_last ? lengths[static_cast<size_t>(b)] - 1 : 0;
+    rows.push_back(static_cast<int32_t>(b * T + t));
+  }
+  return embedding(from_values(std::span<const int32_t>(rows), {B}), hidden_BTC.view({B * T, C}));
+}
+
+Tensor LanguageModel::class_logits(const Tensor& ids_BT, std::span<const int32_t> lengths,
+                                   const ForwardOptions& options) {
+  TESSERA_CHECK(classifier_, "class_logits: {} has no classes, expected add_classifier", kind());
+  return run(
+      *this,
+      [&](LanguageModel& model, const Tensor& ids) {
+        const Tensor pooled_BC = model.pooled(model.forward(ids, options), lengths);
+        return model.score_(model.classifier_input(pooled_BC));
+      },
+      ids_BT);
+}
+
 Tensor LanguageModel::logits(const Tensor& ids_BT, const ForwardOptions& options) {
+  check_predicts_tokens();
   return run(
       *this,
       [&](LanguageModel& model, const Tensor& ids) {
@@ -157,8 +213,9 @@ double LanguageModel::flops_per_token(int64_t T) {
   };
   for (const NamedModule& entry : named_modules()) {
     if (const auto* linear = dynamic_cast<const Linear*>(entry.module)) {
-      count(linear->weight());
-    } else if (const auto* lm_head = dynamic_cast<const LmHead*>(entry.module)) {
+      if (linear != score_.get()) count(linear->weight());
+    } else if (const auto* lm_head = dynamic_cast<const LmHead*>(entry.module);
+               lm_head != nullptr && !classifier_) {
       count(lm_head->weight());
     } else if (auto* lora = dynamic_cast<Lora*>(entry.module)) {
       for (const NamedParameter& p : lora->named_parameters()) count(p.parameter->tensor);

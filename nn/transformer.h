@@ -3,7 +3,9 @@
 #include "core/enum_names.h"
 #include "kernels/loss/loss.h"
 #include "nn/block.h"
+#include "nn/classifier.h"
 #include "nn/embedding.h"
+#include "nn/linear.h"
 
 // What the language models have in common: options of a forward, the cache of generation, the
 // head, the recompute policy, and the interface that a trainer sees.
@@ -163,6 +165,16 @@ class LanguageModel : public Module {
   /// f32 (f64). Runs the module's hook. Error for a head with a bias.
   Tensor token_losses(const Tensor& ids_BT, const Tensor& targets_BT,
                       const ForwardOptions& options = {});
+  /// The model classifies sequences from now on: a layer `score` makes the classes' logits, and what
+  /// predicts tokens is a ConfigError. Called once, before `fully_shard`.
+  void add_classifier(const ClassifierConfig& config);
+  /// Null for a model that predicts tokens.
+  const ClassifierConfig* classifier() const { return classifier_ ? &*classifier_ : nullptr; }
+  /// Logits of the classes of rows of which the first `lengths` tokens count; runs the module's hook. What
+  /// lies behind them must be out of sight: of a causal model it is, else by `document_starts`.
+  /// Shapes   ids [B, T], lengths of B numbers in [1, T] -> [B, classes]
+  Tensor class_logits(const Tensor& ids_BT, std::span<const int32_t> lengths,
+                      const ForwardOptions& options = {});
   /// Shapes   ids [B, T] -> [B, T, V] (or [B, 1, V], see last_only); runs the module's hook.
   Tensor logits(const Tensor& ids_BT, const ForwardOptions& options = {});
 
@@ -176,13 +188,16 @@ class LanguageModel : public Module {
   /// A multiply-add counts 2, backward twice the forward. The second term is the two products of
   /// causal attention, of whose square only the half below the diagonal is counted, and of a layer
   /// with a window of W < T what is inside of it: 2 W - W^2 / T in place of T; of a model that is
-  /// not causal, 2 T. Recomputed work does not count.
+  /// not causal, 2 T. Recomputed work does not count; of a classifier no head does, nor the layer of
+  /// its classes, which sees one state a sequence.
   double flops_per_token(int64_t T);
 
  protected:
   virtual const Child<LmHead>& head() const = 0;
   /// What the head gets of the hidden states: as they are, or transformed.
   virtual Tensor head_input(const Tensor& hidden_BTC) { return hidden_BTC; }
+  /// What the classes are told by, of the pooled states [B, C].
+  virtual Tensor classifier_input(const Tensor& pooled_BC) { return pooled_BC; }
   /// Checks ids and options against the shape; Error that names what does not fit.
   void check_forward(const Tensor& ids_BT, const ForwardOptions& options) const;
   /// Positions first .. first + T - 1 as i32 [T] on the device (the last answer is kept).
@@ -213,6 +228,11 @@ class LanguageModel : public Module {
   static AttentionInput attention_input(const ForwardOptions& options, const Tensor& positions,
                                         int64_t layer);
 
+  Tensor pooled(const Tensor& hidden_BTC, std::span<const int32_t> lengths) const;
+  void check_predicts_tokens() const;
+
+  std::optional<ClassifierConfig> classifier_;
+  Child<Linear> score_;
   Tensor positions_;
   int64_t positions_first_ = 0;
   std::shared_ptr<HostCheckpoints> host_checkpoints_;

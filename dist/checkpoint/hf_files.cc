@@ -150,7 +150,7 @@ bool HfFiles::exist_in(const std::string& dir) {
 }
 
 HfFiles::HfFiles(const std::string& dir, const nn::FamilyConfig& config)
-    : dir_(dir), names_(config.hf_layout()) {
+    : dir_(dir), names_(config.hf_layout()), is_classifier_(config.classifier() != nullptr) {
   if (!exist_in(dir)) {
     for (const char* name : {kSingleName, kIndexName}) check_not_dangling(dir + "/" + name);
     const bool has_pickle = exists(dir + "/pytorch_model.bin");
@@ -197,7 +197,9 @@ void HfFiles::add_file(const std::string& name) {
     }
     std::string full = unwrapped(entry.name, wrappers);
     // Models saved without their head lack the prefix.
-    if (!full.starts_with(names_.prefix) && !full.starts_with(names_.head_prefix)) {
+    const bool is_named = full.starts_with(names_.prefix) || full.starts_with(names_.head_prefix) ||
+                          (is_classifier_ && full.starts_with(names_.score_prefix));
+    if (!is_named) {
       full = std::string(names_.prefix) + full;
     }
     rename_norm(full);

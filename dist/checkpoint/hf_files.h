@@ -43,6 +43,7 @@ class HfFiles {
 
   std::string dir_;
   nn::HfLayout names_;
+  bool is_classifier_;
   std::vector<std::unique_ptr<SafetensorsFile>> files_;
   std::map<std::string, Place, std::less<>> tensors_;
 };

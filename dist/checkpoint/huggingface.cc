@@ -1,5 +1,6 @@
 #include "dist/checkpoint/huggingface.h"
 
+#include <algorithm>
 #include <nlohmann/json.hpp>
 
 #include "core/formats/durable_file.h"
@@ -30,10 +31,11 @@ HfModel read_hf_model(const std::string& dir, const std::vector<std::string>& ig
   return read_config(dir, ignored_keys);
 }
 
-HfReader::HfReader(const std::string& dir, const std::vector<std::string>& ignored_keys)
-    : HfReader(dir, read_config(dir, ignored_keys)) {}
+HfReader::HfReader(const std::string& dir, const std::vector<std::string>& ignored_keys,
+                   const nn::ClassifierConfig* classifier)
+    : HfReader(dir, read_config(dir, ignored_keys), classifier) {}
 
-HfReader::HfReader(const std::string& dir, HfModel model)
+HfReader::HfReader(const std::string& dir, HfModel model, const nn::ClassifierConfig* classifier)
     : dir_(dir), config_(std::move(model.config)), token_ids_(std::move(model.token_ids)) {
   files_ = std::make_unique<HfFiles>(dir, config_);
   // Each layer has tensors: before a list of all that a config tells is made.
@@ -44,8 +46,19 @@ HfReader::HfReader(const std::string& dir, HfModel model)
         fmt::format("{}/config.json: {} layers, expected no more than the {} tensors beside it",
                     dir, num_layers, num_tensors));
   }
-  files_->settle_tied(config_);
-  parameters_ = config_.hf_parameters();
+  if (classifier != nullptr && config_.classifier() == nullptr) {
+    config_.set_classifier(classifier->classes, classifier->pooling);
+    parameters_ = config_.hf_parameters();
+    std::erase_if(parameters_, [&](const nn::HfParameter& p) {
+      return nn::is_of_classifier(p.name) &&
+             std::none_of(p.sources.begin(), p.sources.end(), [&](const nn::HfTensor& t) {
+               return files_->tensors().contains(t.name);
+             });
+    });
+  } else {
+    files_->settle_tied(config_);
+    parameters_ = config_.hf_parameters();
+  }
   for (const nn::HfParameter& p : parameters_) by_name_.emplace(p.name, &p);
   check_tensors();
 }

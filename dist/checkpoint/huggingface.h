@@ -35,7 +35,10 @@ HfModel read_hf_model(const std::string& dir, const std::vector<std::string>& ig
 /// another shape, with their number.
 class HfReader final : public ParameterSource {
  public:
-  explicit HfReader(const std::string& dir, const std::vector<std::string>& ignored_keys = {});
+  /// With a `classifier` a model that predicts tokens is read as what one is to become: of its layers
+  /// that classify, those that are not there have no parameter.
+  explicit HfReader(const std::string& dir, const std::vector<std::string>& ignored_keys = {},
+                    const nn::ClassifierConfig* classifier = nullptr);
 
   const std::string& path() const override { return dir_; }
   const nn::FamilyConfig& config() const { return config_; }
@@ -48,7 +51,7 @@ class HfReader final : public ParameterSource {
  private:
   /// InputError that names the tensor for a value that is not finite.
   void do_read(std::string_view name, int64_t begin, int64_t end, float* dst) const override;
-  HfReader(const std::string& dir, HfModel model);
+  HfReader(const std::string& dir, HfModel model, const nn::ClassifierConfig* classifier);
   void check_tensors();
 
   std::string dir_;

@@ -95,6 +95,10 @@ Tensor Bert::pooled(const Tensor& hidden_BTC) {
   return tanh(pooler_(hidden_BTC.narrow(1, 0, 1))).view({hidden_BTC.dim(0), hidden_BTC.dim(2)});
 }
 
+Tensor Bert::classifier_input(const Tensor& pooled_BC) {
+  return pooler_ ? tanh(pooler_(pooled_BC)) : pooled_BC;
+}
+
 const Child<LmHead>& Bert::head() const {
   TESSERA_CHECK_AS(ConfigError, head_,
                    "Bert: no head, expected BertConfig::mlm_head for logits and losses");

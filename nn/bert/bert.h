@@ -1,5 +1,6 @@
 #pragma once
 
+#include "nn/classifier.h"
 #include "nn/family.h"
 #include "nn/transformer.h"
 
@@ -24,12 +25,19 @@ struct BertConfig {
   /// Masked tokens are predicted; else the model has hidden states only.
   bool mlm_head = true;
   bool pooler = false;  ///< tanh(linear(hidden states of the first token)); not beside mlm_head
-  bool tied = true;     ///< the head uses the token embedding's weight
-  double dropout = 0;   ///< after the embeddings and at the end of each sublayer
+  /// Sequences are classified, in place of predicting tokens (FamilyConfig::set_classifier).
+  bool classifies = false;
+  bool tied = true;    ///< the head uses the token embedding's weight
+  double dropout = 0;  ///< after the embeddings and at the end of each sublayer
   float norm_eps = 1e-12f;
   Gelu gelu = Gelu::kExact;
   /// Matrices and embeddings start normal with this deviation, biases at zero, norms at one.
   double init_stddev = 0.02;
+
+  /// No head that predicts tokens; the states of the first token go through the pooler.
+  void drop_head(Pooling pooling) {
+    classifies = true, mlm_head = false, pooler = pooling == Pooling::kCls;
+  }
 };
 const Family& family_of(const BertConfig& config);
 
@@ -73,6 +81,8 @@ class Bert : public LanguageModel {
   /// ConfigError without a head.
   const Child<LmHead>& head() const override;
   Tensor head_input(const Tensor& hidden_BTC) override;
+  /// Through the pooler, if there is one.
+  Tensor classifier_input(const Tensor& pooled_BC) override;
 
  private:
   BertConfig config_;

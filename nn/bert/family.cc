@@ -21,11 +21,18 @@ void add_settings(ModelSettings& t, BertConfig& c) {
 void check(const BertConfig& c, const RefuseSetting& refuse) {
   check_heads(c.width, c.num_heads, 0, refuse);
   // Nothing sets it but an import: there is no loss to train with.
-  if (!c.mlm_head) refuse("kind", "a model with a head that predicts masked tokens");
+  if (!c.mlm_head && !c.classifies) {
+    refuse("kind", "a model with a head that predicts masked tokens");
+  }
 }
 
 bool is_roberta(const BertConfig& c) {
   return c.position_offset > 0;
+}
+
+/// RoBERTa classifies by a layer of its own.
+bool has_base_pooler(const BertConfig& c) {
+  return c.pooler && !(is_roberta(c) && c.classifies);
 }
 
 BertConfig read_hf(HfKeys& keys, std::string_view architecture) {
@@ -59,12 +66,15 @@ BertConfig read_hf(HfKeys& keys, std::string_view architecture) {
 }
 
 nlohmann::json write_hf(const BertConfig& c) {
-  TESSERA_CHECK_AS(ConfigError, c.mlm_head || (c.pooler && !is_roberta(c)),
+  TESSERA_CHECK_AS(ConfigError, !c.classifies || c.pooler,
+                   "export: classes by a mean of states, transformers' BERT has those of the first "
+                   "token, model.pooling = cls");
+  TESSERA_CHECK_AS(ConfigError, c.mlm_head || c.classifies || (c.pooler && !is_roberta(c)),
                    "export: neither a head nor a pooler, transformers' BertModel has a pooler");
   return {{"architectures",
-           {is_roberta(c) ? "RobertaForMaskedLM"
-            : c.mlm_head  ? "BertForMaskedLM"
-                          : "BertModel"}},
+           {is_roberta(c)                ? "RobertaForMaskedLM"
+            : c.mlm_head || c.classifies ? "BertForMaskedLM"
+                                         : "BertModel"}},
           {"model_type", is_roberta(c) ? "roberta" : "bert"},
           {"vocab_size", c.vocab_size},
           {"max_position_embeddings", c.context_length + c.position_offset},
@@ -107,7 +117,8 @@ std::vector<HfParameter> hf_parameters(const BertConfig& c) {
     linear(ours + "mlp.up", hf + "intermediate.dense", F, C);
     linear(ours + "mlp.down", hf + "output.dense", C, F);
   }
-  if (c.pooler) linear("pooler", base + "pooler.dense", C, C);
+  if (c.pooler)
+    linear("pooler", (has_base_pooler(c) ? base + "pooler" : "classifier") + ".dense", C, C);
   if (!c.mlm_head) return all.take();
   const std::string head = is_roberta(c) ? "lm_head." : "cls.predictions.";
   const std::string transform = is_roberta(c) ? head : head + "transform.";
@@ -123,19 +134,23 @@ HfLayout hf_layout(const BertConfig& c) {
     return {.prefix = "roberta.",
             .embedding = "roberta.embeddings.word_embeddings.weight",
             .head_prefix = "lm_head.",
-            .head = "lm_head.decoder.weight"};
+            .head = "lm_head.decoder.weight",
+            .score = "classifier.out_proj",
+            .score_prefix = "classifier."};
   }
   return {.prefix = "bert.",
           .embedding = "bert.embeddings.word_embeddings.weight",
           .head_prefix = "cls.",
-          .head = "cls.predictions.decoder.weight"};
+          .head = "cls.predictions.decoder.weight",
+          .score = "classifier",
+          .score_prefix = "classifier."};
 }
 
 /// What is computed, copies of the head's bias, and heads that a MaskedLM or a BertModel has not.
 bool is_derived_hf_tensor(const BertConfig& c, std::string_view name) {
   if (name.ends_with(".embeddings.position_ids") || name.ends_with("decoder.bias")) return true;
   if (name.starts_with("cls.seq_relationship.")) return true;
-  if (!c.pooler && name.find(".pooler.") != std::string_view::npos) return true;
+  if (!has_base_pooler(c) && name.find(".pooler.") != std::string_view::npos) return true;
   return !c.mlm_head && (name.starts_with("cls.") || name.starts_with("lm_head."));
 }
 

@@ -208,6 +208,7 @@ std::string peft_config_json(Module& root, const LoraOptions& options, const std
                  {"use_rslora", options.rslora}};
   if (!saved.empty()) object["modules_to_save"] = saved;
   if (is_causal) object["task_type"] = "CAUSAL_LM";
+  if (model != nullptr && model->classifier() != nullptr) object["task_type"] = "SEQ_CLS";
   const auto whole = static_cast<int64_t>(options.alpha);
   if (static_cast<double>(whole) == options.alpha) object["lora_alpha"] = whole;
   return object.dump(2) + "\n";
@@ -233,6 +234,7 @@ std::vector<HfParameter> peft_parameters(Module& root) {
   for (const NamedParameter& p : root.named_parameters(/*with_ties=*/true)) {
     if (is_lora(p) || !p.parameter->tensor.requires_grad()) continue;
     const auto found = hf.find(p.name);
+    if (found == hf.end() && saved.contains(p.parameter)) continue;  // the head of a classifier
     TESSERA_CHECK_AS(ConfigError, found != hf.end(),
                      "modules_to_save: {}: transformers has no such parameter", p.name);
     const auto [at, is_new] = saved.emplace(p.parameter, all.size());

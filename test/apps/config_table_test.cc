@@ -30,6 +30,7 @@ const std::vector<std::string> kGpt2 = {"--model.kind=gpt2"}, kBloom = {"--model
                                kSkip = {"--guard.spike=skip"},
                                kPairs = {"--data.text=", "--data.preference=y",
                                          "--data.tokenizer=t", "--model.vocab=9"},
+                               kClasses = {"--data.text=", "--data.classify=y"},
                                kMasked = {"--model.kind=bert", "--data.mask_token=3"};
 
 std::vector<Example> examples() {
@@ -61,6 +62,12 @@ std::vector<Example> examples() {
       {"data.long_chats", "drop", {}, kChats},
       {"data.long_chats", "drop", {}, kPairs},
       {"data.field", "body", kPairs, {}},
+      {"data.long_chats", "drop", {}, kClasses},
+      {"data.label_field", "class", {}, kClasses},
+      {"model.pooling", "mean", {}, kClasses},
+      {"data.document_tokens", "none", kClasses, {}},
+      {"data.invalid", "replace", kClasses, {}},
+      {"data.val_split", "interleave", kClasses, {}},
       {"dpo.beta", "0.2", {}, kPairs},
       {"dpo.loss", "ipo", {}, kPairs},
       {"dpo.label_smoothing", "0.1", {}, kPairs},

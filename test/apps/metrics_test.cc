@@ -80,6 +80,10 @@ TEST_CASE("metrics: the printed line", "[metrics]") {
   CHECK(to_line(m, 100) ==
         "step 100/100  loss 2.4531  grad_norm 0.812  lr 1.00e-03  2.35M tok/s  peak 0.12 GiB  "
         "mfu 45.6%  val_loss 2.5000");
+  m.figures = {{"val_f1", 0.25}, {"eval.piqa.acc", 0.5}, {"eval.piqa.acc_stderr", 0.125}};
+  CHECK(to_line(m, 100).ends_with("mfu 45.6%  val_loss 2.5000  val_f1 0.2500"));  // tasks: apart
+  const auto object = nlohmann::json::parse(to_json(m));
+  for (const auto& [name, value] : m.figures) CHECK(object[name] == value);
   m = example();
   m.loss_scale = 32768;
   m.skipped = 0;
@@ -219,11 +223,23 @@ TEST_CASE("metrics: a recorded line is completed with its validation loss", "[me
   dir.write("metrics.jsonl", open);
   MetricsLog log({.dir = dir.path(), .num_steps = 2, .out = out, .first_step = 2});
   CHECK(lines() == open);
-  log.add_val_loss(2, 0.1);
+  log.add_evaluation(2, 0.1);
   CHECK(lines() == whole);
-  log.add_val_loss(2, 0.5);  // it has one
+  log.add_evaluation(2, 0.5);  // it has one
   CHECK(lines() == whole);
   std::fclose(out);
+  // Figures of tasks alone are an evaluation too.
+  const Figures figures = {{"eval.piqa.acc", 0.5}, {"eval.piqa.acc_stderr", 0.25}};
+  dir.write("metrics.jsonl", open);
+  last.val_loss.reset(), last.figures = figures;
+  for (int life = 0; life < 2; ++life) {
+    std::FILE* const quiet = std::tmpfile();
+    MetricsLog again({.dir = dir.path(), .num_steps = 2, .out = quiet, .first_step = 2});
+    again.add_evaluation(2, std::nullopt, figures);
+    CHECK(lines() == to_json(first) + "\n" + to_json(last) + "\n");
+    CHECK(std::ftell(quiet) == 0);  // which are printed apart
+    std::fclose(quiet);
+  }
 }
 
 TEST_CASE("metrics: what is printed cannot steer the terminal", "[metrics]") {

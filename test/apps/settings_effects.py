@@ -117,6 +117,7 @@ class Runs:
         pairs = [{"prompt": f"{i}", "chosen": f"{i * i}" + ("long" * 6 if i % 5 == 0 else ""), "rejected": "no"}
                  for i in range(60)]
         self.paths = {"PAIRS": self.write("pairs.jsonl", "".join(json.dumps(p) + "\n" for p in pairs)),
+                      "CLASSES": self.classes("classes.jsonl", 60), "OTHER_CLASSES": self.classes("other_c.jsonl", 30),
                       "OTHER_PAIRS": self.write("other_pairs.jsonl", "".join(
                           json.dumps(p) + "\n" for p in pairs[30:])),
                       "CHATS": self.chats("chats.jsonl", chats),
@@ -145,6 +146,11 @@ class Runs:
         return self.write(name, "".join(json.dumps({"messages": [
             {"role": role, "content": text} for role, text in zip(roles, chat)]}) + "\n"
             for chat in chats))
+
+    def classes(self, name, count):
+        return self.write(name, "".join(json.dumps(
+            {"text": f"{i * i}" + ("long" * 6 if i % 5 == 0 else ""), "label": ["no", "yes"][i % 2],
+             "other": i % 3}) + "\n" for i in range(count)))
 
     def shard(self, name, tokens):
         with open(self.path(name), "wb") as file:
@@ -231,6 +237,7 @@ CHATS = {"data.text": "UNSET", "data.chat": "@CHATS@", "data.chat_template": "@C
          "model.context": 24}
 PAIRS = {"data.text": "UNSET", "data.preference": "@PAIRS@", "data.chat_template": "@CHAT_TEMPLATE@",
          "model.context": 24, "model.kind": "llama"}
+CLASSES = {"data.text": "UNSET", "data.classify": "@CLASSES@", "model.context": 24}
 TOKENS = {"data.text": "UNSET", "data.tokens": "@A@", "model.vocab": 61}
 BF16 = {"precision.param_dtype": "bf16"}
 F16 = {"precision.param_dtype": "f16", "guard.max_skips": 100}
@@ -365,6 +372,8 @@ ROWS = [
     Row("model.from", "@HF@", other_numbers, {k: v for k, v in FROM.items() if k != "model.from"}),
     Row("model.kind", "bloom", both(other_numbers, lambda a, b: b.count("layer_norm_fwd") > 0)),
     Row("model.source", "@SOURCE@", export_has_file("tokenizer_config.json"), TOKENS),
+    Row("model.classes", "yes,no", both(other_numbers, export_has("label2id", {"yes": 0, "no": 1})), CLASSES),
+    Row("model.pooling", "mean", other_numbers, CLASSES),
     Row("model.frozen", "blocks.0.*", lambda a, b: a.steps[0]["loss"] == b.steps[0]["loss"] and
         a.steps[0]["grad_norm"] > b.steps[0]["grad_norm"] > 0),
     Row("model.quantize", "nf4", both(other_numbers, lambda a, b: b.count("nf4_dequantize") > 0),
@@ -427,6 +436,12 @@ ROWS = [
     Row("data.preference", "@OTHER_PAIRS@", other_numbers, PAIRS),
     Row("data.chat_template", "@OTHER_TEMPLATE@", other_numbers, PAIRS),
     Row("data.long_chats", "drop", other_numbers, PAIRS),
+    Row("data.classify", "@OTHER_CLASSES@", other_numbers, CLASSES),
+    Row("data.classify", "@OTHER_CLASSES@", other_numbers, CLASSES | {"model.kind": "bert"}),
+    Row("data.label_field", "other", both(other_numbers, export_has("label2id", {"0": 0, "1": 1, "2": 2})),
+        CLASSES),
+    Row("data.field", "label", other_numbers, CLASSES),
+    Row("data.long_chats", "drop", other_numbers, CLASSES),
     Row("dpo.beta", 0.5, other_numbers, PAIRS),
     Row("dpo.loss", "ipo", other_numbers, PAIRS),
     Row("dpo.label_smoothing", 0.2, other_numbers, PAIRS),

@@ -2,6 +2,7 @@
 
 #include "dist/checkpoint/huggingface.h"
 
+#include <algorithm>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
@@ -13,6 +14,7 @@
 #include "dist/checkpoint/save_parameters.h"
 #include "dist/checkpoint/state.h"
 #include "dist/comm/local.h"
+#include "kernels/loss/loss.h"
 #include "nn/bert/bert.h"
 #include "test/golden/golden.h"
 #include "test/stderr_of.h"
@@ -124,8 +126,23 @@ TEST_CASE("huggingface: every family gives transformers' logits, on any number o
   }
 }
 
-// The gradients are a model of their own, grads/, whose tensors have the names of what they belong
-// to.
+/// The gradients of a golden are a model of their own, whose tensors have the names of what they belong
+/// to.
+void check_gradients(Loaded& loaded, const std::string& dir) {
+  loaded.fsdp->clip_grad_norm(0);
+  const HfReader gradients(dir);
+  int64_t num_checked = 0;
+  loaded.fsdp->for_each_full(
+      Fsdp::State::kGradient, [&](const std::string& name, const Tensor& full) {
+        std::vector<float> expected(static_cast<size_t>(full.numel()));
+        gradients.read(name, 0, full.numel(), expected.data());
+        check_close(full.to_vector(), std::vector<double>(expected.begin(), expected.end()),
+                    kTolerance, name.c_str());
+        ++num_checked;
+      });
+  CHECK(num_checked == std::ssize(gradients.parameters()));
+}
+
 TEST_CASE("huggingface: encoders give transformers' loss and gradients of masked tokens",
           "[huggingface]") {
   for (const char* family : {"bert", "roberta"}) {
@@ -141,21 +158,176 @@ TEST_CASE("huggingface: encoders give transformers' loss and gradients of masked
       CAPTURE(mine, theirs, count);
       CHECK(std::abs(mine - theirs) < kTolerance);
       backward(loss.sum, full({}, 1 / count));
-      loaded.fsdp->clip_grad_norm(0);
-      const HfReader gradients(folder(family) + "/grads");
-      int64_t num_checked = 0;
-      loaded.fsdp->for_each_full(
-          Fsdp::State::kGradient, [&](const std::string& name, const Tensor& full) {
-            std::vector<float> expected(static_cast<size_t>(full.numel()));
-            gradients.read(name, 0, full.numel(), expected.data());
-            check_close(full.to_vector(), std::vector<double>(expected.begin(), expected.end()),
-                        kTolerance, name.c_str());
-            ++num_checked;
-          });
-      CHECK(num_checked == std::ssize(gradients.parameters()));
+      check_gradients(loaded, folder(family) + "/grads");
       loaded.fsdp->end_step();
     });
   }
+}
+
+/// ...ForSequenceClassification on a batch of rows of different lengths.
+struct ClassGolden {
+  explicit ClassGolden(const std::string& family)
+      : dir(testing::golden_dir() + "/hf_classes/" + family),
+        object(nlohmann::json::parse(read_file(dir + "/logits.json"))),
+        ids_BT(testing::rows_of(object["ids"])),
+        lengths(object["lengths"].get<std::vector<int32_t>>()) {
+    const std::vector<int32_t> labels = object["labels"];
+    labels_B = from_values(std::span<const int32_t>(labels), {ids_BT.dim(0)});
+    std::vector<int32_t> starts;  // what fills a row up is by itself
+    for (const int32_t length : lengths) {
+      for (int32_t t = 0; t < ids_BT.dim(1); ++t) starts.push_back(t < length ? 0 : length);
+    }
+    options.document_starts = from_values(std::span<const int32_t>(starts), ids_BT.shape());
+  }
+  Tensor logits(Loaded& loaded) const {
+    return loaded.model->class_logits(ids_BT, lengths, options);
+  }
+
+  std::string dir;
+  nlohmann::json object;
+  Tensor ids_BT, labels_B;
+  std::vector<int32_t> lengths;
+  nn::ForwardOptions options;
+};
+
+TEST_CASE("huggingface: classifiers give transformers' logits, loss and gradients on any ranks",
+          "[huggingface][classify]") {
+  for (const char* family : {"bert", "roberta", "gpt2", "qwen3"}) {
+    for (const int ranks : {1, 3}) {
+      CAPTURE(family, ranks);
+      run_ranks(ranks, [&](World& world) {
+        const ClassGolden golden(family);
+        Loaded loaded(golden.dir, world);
+        CHECK(loaded.model->classifier()->classes ==
+              std::vector<std::string>{"no", "perhaps", "yes"});
+        const Tensor logits_BK = golden.logits(loaded);
+        check_close(logits_BK.to_vector(), golden.object["logits"].get<std::vector<double>>(),
+                    kTolerance, family);
+        const LossSum loss = cross_entropy(logits_BK, golden.labels_B, CrossEntropyOptions{-100});
+        const double theirs = golden.object["loss"];
+        CHECK(loss.count.item() == 3);
+        CHECK(std::abs(loss.sum.item() / 3 - theirs) < kTolerance);
+        // All ranks have the same rows, and their gradients are added.
+        backward(loss.sum, full({}, 1.0 / (3 * ranks)));
+        check_gradients(loaded, golden.dir + "/grads");
+        loaded.fsdp->end_step();
+      });
+    }
+  }
+}
+
+TEST_CASE("huggingface: a classifier comes back from its export, one of means cannot be exported",
+          "[huggingface][classify]") {
+  for (const char* family : {"bert", "roberta", "gpt2", "qwen3"}) {
+    CAPTURE(family);
+    const TempDir temp;
+    const std::string out = temp.path() + "/out";
+    run_ranks(2, [&](World& world) {
+      const ClassGolden golden(family);
+      Loaded loaded(golden.dir, world);
+      loaded.export_to(out, world);
+      const auto theirs = nlohmann::json::parse(read_file(golden.dir + "/config.json"));
+      const auto ours = nlohmann::json::parse(read_file(out + "/config.json"));
+      for (const char* key : {"architectures", "id2label", "label2id", "model_type"}) {
+        CHECK(ours[key] == theirs[key]);
+      }
+      Loaded again(out, world, whole());
+      CHECK(again.parameters() == loaded.parameters());
+      const NoGrad no_grad;
+      check_close(golden.logits(again).to_vector(),
+                  golden.object["logits"].get<std::vector<double>>(), kTolerance, family);
+      again.fsdp->end_forward();
+    });
+    // The mean of states, which no model of transformers takes, by the same parameters.
+    const ClassGolden golden(family);
+    const HfReader reader(golden.dir);
+    nn::FamilyConfig config = reader.config();
+    config.set_classifier({"no", "perhaps", "yes"}, nn::Pooling::kMean);
+    CHECK_THAT(error_of([&] { nn::hf_config_json(config, kF32); }),
+               Catch::Contains("mean") && Catch::Contains("export: "));
+    const auto model = config.make_model();
+    const NoGrad no_grad;
+    for (const nn::NamedParameter& p : model->named_parameters()) {
+      std::vector<float> values(static_cast<size_t>(p.parameter->tensor.numel()));
+      reader.read(p.name, 0, std::ssize(values), values.data());
+      p.parameter->tensor.copy_(
+          from_values(std::span<const float>(values), p.parameter->tensor.shape()));
+    }
+    model->reset_buffers();
+    model->train(false);
+    check_close(model->class_logits(golden.ids_BT, golden.lengths, golden.options).to_vector(),
+                golden.object["mean_logits"].get<std::vector<double>>(), kTolerance, family);
+    CHECK_THAT(error_of([&] { model->logits(golden.ids_BT); }),
+               Catch::Contains("the model classifies texts, expected one that predicts tokens"));
+    CHECK_THAT(error_of([&] {
+                 model->class_logits(golden.ids_BT, {{9, 6, 10}}, golden.options);
+               }),
+               Catch::Contains("class_logits: length 10, expected 1 to 9"));
+  }
+}
+
+TEST_CASE("huggingface: a model that predicts tokens is read as what a classifier starts from",
+          "[huggingface][classify]") {
+  const nn::ClassifierConfig classes{{"a", "b"}, nn::Pooling::kCls, true};
+  // A masked model without a pooler, a bare model with one, a causal one.
+  const std::pair<std::string, bool> cases[] = {
+      {folder("bert"), false},
+      {testing::golden_dir() + "/hf_hidden/bert_model", true},
+      {folder("roberta"), false},
+      {folder("llama2"), false}};
+  for (const auto& [dir, has_pooler] : cases) {
+    CAPTURE(dir);
+    const HfReader reader(dir, {}, &classes);
+    const std::vector<std::string> names = reader.names();
+    const auto has = [&](const std::string& name) {
+      return std::find(names.begin(), names.end(), name) != names.end();
+    };
+    CHECK(has("embed.weight"));
+    CHECK(has("pooler.weight") == has_pooler);
+    CHECK(has("pooler.bias") == has_pooler);
+    for (const char* name : {"score.weight", "score.bias", "head.weight", "head.bias.value",
+                             "transform.linear.weight"}) {
+      CAPTURE(name);
+      CHECK_FALSE(has(name));
+    }
+    // All else that the classifier has is there.
+    const nn::DeferredInit deferred;
+    int64_t num_new = 0;
+    for (const nn::NamedParameter& p : reader.config().make_model()->named_parameters()) {
+      num_new += has(p.name) ? 0 : 1;
+      CHECK((has(p.name) || nn::is_of_classifier(p.name)));
+    }
+    const bool is_causal = reader.config().family().is_causal;
+    CHECK(num_new == (is_causal ? 1 : has_pooler ? 2 : 4));
+  }
+}
+
+TEST_CASE("huggingface: what a config.json says of classes", "[huggingface][classify]") {
+  const TempDir temp;
+  const auto with = [&](const std::string& from, const std::string& to) {
+    const std::string dir = temp.path() + "/classes";
+    fs::remove_all(dir);
+    fs::copy(testing::golden_dir() + "/hf_classes/qwen3", dir);
+    replace_in(dir + "/config.json", from, to);
+    return dir;
+  };
+  const std::string names = R"("0": "no",
+    "1": "perhaps",
+    "2": "yes")";
+  CHECK(
+      error_of([&] { HfReader(with(names, R"("0": "no", "2": "yes")")); })
+          .ends_with(
+              "config.json: id2label = {\"0\":\"no\",\"2\":\"yes\"}, expected names of \"0\", \"1\", ..."));
+  CHECK_THAT(error_of([&] { HfReader(with(names, R"("0": "no")")); }),
+             Catch::Contains("expected names of \"0\", \"1\", ..."));
+  CHECK_THAT(
+      error_of([&] {
+        HfReader(with("\"model_type\"", "\"problem_type\": \"regression\", \"model_type\""));
+      }),
+      Catch::Contains("problem_type = \"regression\", expected single_label_classification"));
+  // Of another number of classes than its tensors.
+  CHECK_THAT(error_of([&] { HfReader(with(names, R"("0": "no", "1": "yes")")); }),
+             Catch::Contains("score.weight is f32 [3, 16], expected"));
 }
 
 TEST_CASE("huggingface: a BertModel gives transformers' hidden states and pooled ones",
@@ -286,6 +458,14 @@ TEST_CASE("huggingface: exports of all families into a folder", "[.hf-export]") 
       Loaded loaded(folder(family), world);
       loaded.export_to(std::string(out) + "/" + family, world,
                        {.token_ids = HfReader(folder(family)).token_ids()});
+    });
+  }
+  for (const char* family : {"bert", "roberta", "gpt2", "qwen3"}) {
+    run_ranks(2, [&](World& world) {
+      const ClassGolden golden(family);
+      Loaded loaded(golden.dir, world);
+      loaded.export_to(fmt::format("{}/classes-{}", out, family), world,
+                       {.token_ids = HfReader(golden.dir).token_ids()});
     });
   }
 }
