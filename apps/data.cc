@@ -315,6 +315,23 @@ std::string short_shards(const Corpus& corpus, int64_t context) {
 
 namespace {
 
+bool is_named_as_rows(std::string_view name) {
+  return name.ends_with(".jsonl") || name.ends_with(".ndjson") || name.ends_with(".parquet");
+}
+
+bool is_pattern(const std::string& path) {
+  return path.find_first_of("*?[") != std::string::npos;
+}
+
+}  // namespace
+
+bool may_have_documents(const DataConfig& d) {
+  if (d.text.empty()) return !d.sources.empty();
+  return is_pattern(d.text) || is_named_as_rows(name_without_compression(d.text));
+}
+
+namespace {
+
 std::vector<TextSource> text_sources(const Config& config) {
   std::vector<TextSource> sources;
   DocumentOptions documents;
@@ -326,15 +343,14 @@ std::vector<TextSource> text_sources(const Config& config) {
     source.documents = documents;
     // One that is no pattern is opened by who reads it, and says so if it cannot be.
     source.paths = {config.data.text};
-    if (config.data.text.find_first_of("*?[") != std::string::npos) {
+    if (is_pattern(config.data.text)) {
       source.paths =
           files_of_globs("data.text", {config.data.text}, "texts, JSON lines or Parquet files");
     }
     if (source.paths.size() > 1) return sources;
     const std::string_view name = name_without_compression(source.paths[0]);
     // One file that is given by its name is a text whatever it is called.
-    source.is_one_text =
-        !name.ends_with(".jsonl") && !name.ends_with(".ndjson") && !name.ends_with(".parquet");
+    source.is_one_text = !is_named_as_rows(name);
     if (source.is_one_text) source.documents.format = FileFormat::kText;
     return sources;
   }

@@ -104,6 +104,10 @@ struct TextSource {
   DocumentOptions documents;  ///< how they are read
   bool is_one_text = false;   ///< a single file that is a single document
 };
+/// Whether texts of a configuration are documents, as far as their names say: one file that is given by
+/// its name is one text, unless it has rows.
+bool may_have_documents(const DataConfig& config);
+
 /// What a run tokenizes, and by what.
 struct Texts {
   /// Of data.text one, of each of data.sources with files that are no shards one.

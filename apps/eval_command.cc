@@ -131,8 +131,8 @@ int eval_command(const std::vector<std::string>& arguments, dist::World& world) 
   ShardedModel model = load_sharded(command.model.checkpoint, command.model.param_dtype(), world);
   SavedModel& saved = model.saved;
   if (world.rank() == 0) log_model(saved, command.model.checkpoint);
-  command.evaluate.prefix_token = prefix_token_of(saved.config);
-  command.evaluate.end_tokens = end_tokens_of(saved.config);
+  command.evaluate.prefix_token = prefix_token_of(saved.config, saved.tokenizer.get());
+  command.evaluate.end_tokens = end_tokens_of(saved.config, saved.tokenizer.get());
   std::vector<TaskResult> results;
   for (const EvalTask& task : tasks) {
     results.push_back(evaluate_task(task, *saved.model, *saved.tokenizer, world, command.evaluate));

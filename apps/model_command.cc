@@ -94,7 +94,7 @@ void DrawOptions::check() const {
 
 void DrawOptions::set_ends(const SavedModel& saved, const text::ChatTemplate* chat) {
   if (ignores_end) return;
-  generate.stop_tokens = end_tokens_of(saved.config);
+  generate.stop_tokens = end_tokens_of(saved.config, saved.tokenizer.get());
   if (chat == nullptr) return;
   const int32_t end = saved.tokenizer->id_of(chat->special_token("eos_token"));
   if (end >= 0) generate.stop_tokens.push_back(end);
@@ -143,13 +143,6 @@ ShardedModel load_sharded(const std::string& path, DType dtype, dist::World& wor
   sharded.fsdp = dist::fully_shard(*saved.model, world, fsdp);
   dist::load_parameters(*opened.state.parameters, *sharded.fsdp, *saved.model);
   return sharded;
-}
-
-int32_t prefix_token_of(const Config& config) {
-  const std::vector<int64_t> begins = parse_ids(config.model.bos_ids);
-  if (!begins.empty()) return static_cast<int32_t>(begins[0]);
-  const std::vector<int32_t> ends = end_tokens_of(config);
-  return ends.empty() ? -1 : ends[0];
 }
 
 }  // namespace tessera::apps

@@ -78,8 +78,6 @@ struct ShardedModel {
 /// As `load_model`, but no rank reads or holds more of the model than its shards. Collective;
 /// without a tokenizer InputError.
 ShardedModel load_sharded(const std::string& path, DType dtype, dist::World& world);
-/// What stands before a text: the token that begins one, else one that ends one; -1 without them.
-int32_t prefix_token_of(const Config& config);
 
 int generate_command(const std::vector<std::string>& arguments, dist::World& world);
 int chat_command(const std::vector<std::string>& arguments, dist::World& world);

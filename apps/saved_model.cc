@@ -179,17 +179,49 @@ std::unique_ptr<text::Tokenizer> tokenizer_of(const std::string& home) {
   return nullptr;
 }
 
-std::vector<int32_t> end_tokens_of(const Config& config) {
+namespace {
+
+/// Of a model that was trained on documents without a separator.
+text::DocumentTokens document_tokens_of(const Config& config, const text::Tokenizer* tokenizer) {
+  const DataConfig& d = config.data;
+  if (tokenizer == nullptr || !may_have_documents(d) || d.separator >= 0 ||
+      d.document_tokens != DocumentMarks::kAuto) {
+    return {};
+  }
+  return text::document_tokens(*tokenizer);
+}
+
+}  // namespace
+
+std::vector<int32_t> end_tokens_of(const Config& config, const text::Tokenizer* tokenizer) {
   std::vector<int32_t> tokens;
   for (const int64_t id : parse_ids(config.model.eos_ids)) {
     tokens.push_back(static_cast<int32_t>(id));
   }
-  if (config.data.separator >= 0) tokens.push_back(static_cast<int32_t>(config.data.separator));
+  const auto add = [&](int64_t id) {
+    const auto token = static_cast<int32_t>(id);
+    if (id >= 0 && std::find(tokens.begin(), tokens.end(), token) == tokens.end()) {
+      tokens.push_back(token);
+    }
+  };
+  add(config.data.separator);
+  add(document_tokens_of(config, tokenizer).end);
   return tokens;
 }
 
-int64_t vocab_size_of(const Config& config, const std::string& home) {
+int32_t prefix_token_of(const Config& config, const text::Tokenizer* tokenizer) {
+  const std::vector<int64_t> begins = parse_ids(config.model.bos_ids);
+  if (!begins.empty()) return static_cast<int32_t>(begins[0]);
+  const int32_t begin = document_tokens_of(config, tokenizer).begin;
+  if (begin >= 0) return begin;
+  const std::vector<int32_t> ends = end_tokens_of(config, tokenizer);
+  return ends.empty() ? -1 : ends[0];
+}
+
+int64_t vocab_size_of(const Config& config, const std::string& home,
+                      const text::Tokenizer* tokenizer) {
   if (config.model.vocab != 0) return config.model.vocab;
+  if (tokenizer != nullptr) return tokenizer->vocab_size();
   const std::string path = home + "/tokenizer.json";
   std::error_code ignored;
   if (fs::exists(path, ignored)) return text::load_tokenizer(path)->vocab_size();
@@ -262,7 +294,7 @@ SavedModel describe_model(const OpenedModel& opened, int64_t& vocab_size) {
                    .path = state.path(),
                    .home = state.home,
                    .step = state.step};
-  vocab_size = vocab_size_of(saved.config, saved.home);
+  vocab_size = vocab_size_of(saved.config, saved.home, saved.tokenizer.get());
   check_shapes(state, saved.config, vocab_size);
   return saved;
 }

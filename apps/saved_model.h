@@ -56,13 +56,18 @@ OpenedModel open_any_model(const std::string& path);
 std::string newest_checkpoint(const std::string& path);
 
 /// The size of the vocabulary of a model with this configuration and, if it has one, the tokenizer
-/// in `home`. InputError if nothing gives it.
-int64_t vocab_size_of(const Config& config, const std::string& home);
+/// in `home`, which is read unless it is given. InputError if nothing gives it.
+int64_t vocab_size_of(const Config& config, const std::string& home,
+                      const text::Tokenizer* tokenizer = nullptr);
 
 /// The tokenizer in `home`, if there is one.
 std::unique_ptr<text::Tokenizer> tokenizer_of(const std::string& home);
-/// The tokens that end a text of a model with this configuration.
-std::vector<int32_t> end_tokens_of(const Config& config);
+/// The tokens that end a text of a model with this configuration: model.eos_ids, data.separator, and what
+/// stood behind the documents that it was trained on (data.document_tokens).
+std::vector<int32_t> end_tokens_of(const Config& config, const text::Tokenizer* tokenizer);
+/// What stands before a text: the token that begins one (model.bos_ids, or of documents), else one that
+/// ends one; -1 without them.
+int32_t prefix_token_of(const Config& config, const text::Tokenizer* tokenizer);
 
 /// InputError that names the first tensor of the model with this configuration that the state has
 /// not, or in another shape, or that is not the model's. Before the model takes any memory, or time

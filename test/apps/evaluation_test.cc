@@ -54,8 +54,8 @@ std::vector<TaskResult> evaluate_on(int ranks) {
   dist::run_ranks(ranks, {}, [&](dist::World& world) {
     ShardedModel model = load_sharded(eval_dir() + "/model", kF32, world);
     EvaluateOptions options;
-    options.prefix_token = prefix_token_of(model.saved.config);
-    options.end_tokens = end_tokens_of(model.saved.config);
+    options.prefix_token = prefix_token_of(model.saved.config, model.saved.tokenizer.get());
+    options.end_tokens = end_tokens_of(model.saved.config, model.saved.tokenizer.get());
     options.max_tokens = 24;
     options.max_batch = 2;
     for (const nlohmann::json& golden : golden_results()) {

@@ -140,6 +140,21 @@ TEST_CASE("texts: documents with a tokenizer of one's own, tokenized once for al
   CHECK(sample_options(config({"--data.separator=3"}), data).separator == 3);
   CHECK(sample_options(config({"--data.separator=3"}), data).document_begin == -1);
   CHECK(load_data(config({"--data.document_tokens=none"})).document_tokens.end == -1);
+  // What stood around documents ends a text that is generated, and stands before one that is judged.
+  const auto around = [&](const std::vector<std::string>& extra) {
+    const Config c = config(extra);
+    return std::pair{end_tokens_of(c, saved.tokenizer.get()),
+                     prefix_token_of(c, saved.tokenizer.get())};
+  };
+  using Tokens = std::vector<int32_t>;
+  CHECK(around({}) == std::pair{Tokens{26}, 26});
+  CHECK(around({"--model.eos_ids=4"}) == std::pair{Tokens{4, 26}, 26});
+  CHECK(around({"--model.eos_ids=4,26", "--model.bos_ids=5"}) == std::pair{Tokens{4, 26}, 5});
+  CHECK(around({"--data.separator=3"}) == std::pair{Tokens{3}, 3});
+  CHECK(around({"--data.document_tokens=none"}) == std::pair{Tokens{}, -1});
+  CHECK(around({"--data.text=" + dir / "one.txt"}) == std::pair{Tokens{}, -1});  // no documents
+  CHECK(around({"--data.text=" + dir / "one.jsonl"}) == std::pair{Tokens{26}, 26});
+  CHECK(end_tokens_of(config({}), nullptr).empty());
   // Again: the same tokens, which are not made again; the same losses.
   const auto expected = losses(dir / "out");
   train_on(3, config({"--output.overwrite=true", "--train.global_batch=6"}));
