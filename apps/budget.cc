@@ -93,6 +93,7 @@ std::string resolve_budget(Config& config, const BudgetFacts& facts) {
   }
   for (const auto& [key, parts] :
        {std::pair<std::string_view, int64_t>{"train.evals_per_epoch", t.evals_per_epoch},
+        {"eval.per_epoch", config.eval.per_epoch},
         {"checkpoint.per_epoch", config.checkpoint.per_epoch}}) {
     check_parts(config, key, parts);
     if (parts == 0) continue;

@@ -9,6 +9,7 @@
 
 #include "apps/classification.h"
 #include "apps/config_table.h"
+#include "apps/evaluation/tasks.h"
 #include "apps/packed_samples.h"
 #include "apps/parameter_groups.h"
 #include "core/text.h"
@@ -204,6 +205,25 @@ void check_data(const Config& config) {
   }
 }
 
+void check_eval(const Config& config) {
+  const EvalConfig& e = config.eval;
+  if (!e.is_on()) return;
+  try {
+    parse_tasks(e.tasks);
+  } catch (const ConfigError& error) {
+    fail_at(config, "eval.tasks", "{}", error.what());
+  }
+  if (!config.data.classify.empty() || !config.model.selected().family().is_causal) {
+    fail_at(config, "eval.tasks",
+            "eval.tasks with {}, expected a model that predicts the next token",
+            config.data.classify.empty() ? "kind " + config.model.kind : "data.classify");
+  }
+  if (!config.data.tokens.empty() && e.tokenizer.empty()) {
+    fail_at(config, "eval.tasks",
+            "eval.tasks with data.tokens, expected eval.tokenizer, the one of their ids");
+  }
+}
+
 void check_groups(const Config& config) {
   try {
     parse_groups(config.optim.groups);
@@ -318,6 +338,7 @@ void check_config(const Config& config) {
   check_data(config);
   check_schedule(config);
   check_budget(config);
+  check_eval(config);
   check_groups(config);
   check_rounding(config);
 }

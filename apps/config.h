@@ -122,6 +122,13 @@ struct PreferenceConfig {
   PreferenceLoss loss = PreferenceLoss::kSigmoid;
   std::string reference;  ///< a model of transformers; empty: the model as training starts
 };
+/// Tasks that judge the model while it is trained: section eval (apps/evaluation).
+struct EvalConfig {
+  std::string tasks;
+  int64_t every = 0, per_epoch = 0, fewshot = 0, limit = 0, fewshot_seed = 1234, max_tokens = 256;
+  std::string fewshot_file, tokenizer;
+  bool is_on() const { return !tasks.empty(); }
+};
 struct SampleConfig {
   SampleConfig() { options.num_tokens = 0, options.sampling.temperature = 0.8; }
   nn::GenerateOptions options;
@@ -245,6 +252,7 @@ struct Config {
   DataConfig data;
   TrainConfig train;
   PreferenceConfig dpo;
+  EvalConfig eval;
   SampleConfig sample;
   OptimConfig optim;
   FsdpConfig fsdp;

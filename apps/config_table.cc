@@ -387,6 +387,46 @@ void add_train(ConfigTable& t, Config& c, bool is_cuda) {
         "wall-clock minutes after which the run ends in good order; 0: no limit");
 }
 
+void add_eval(ConfigTable& t, Config& c) {
+  EvalConfig& e = c.eval;
+  t.add(
+       "eval.tasks", e.tasks,
+       "tasks that judge the model, \"FORM=FILE,FORM=FILE\": JSON lines in the shape of hellaswag, arc, "
+       "mmlu, piqa, lambada, winogrande, choice, generate or text, as tessera-eval has them")
+      .on_resume(ResumeKind::kFree)
+      .also("tasks");
+  t.add(
+       "eval.tokenizer", e.tokenizer,
+       "tokens of eval.tasks: the path of a tokenizer.json or of a directory with one; empty: the data's")
+      .on_resume(ResumeKind::kFree)
+      .needs(e.is_on(), "eval.tasks");
+  t.add("eval.every", e.every, at_least(0),
+        "steps from one round of eval.tasks to the next; 0: only after the last step")
+      .on_resume(ResumeKind::kFree)
+      .needs(e.is_on(), "eval.tasks");
+  t.add("eval.per_epoch", e.per_epoch, at_least(0),
+        "rounds an epoch, each after the step that completes a part of it; 0: eval.every alone")
+      .on_resume(ResumeKind::kFree)
+      .needs(e.is_on(), "eval.tasks");
+  t.add("eval.fewshot", e.fewshot, {0, 1000}, "examples before each row")
+      .on_resume(ResumeKind::kFree)
+      .needs(e.is_on(), "eval.tasks")
+      .also("num_fewshot");
+  t.add("eval.fewshot_file", e.fewshot_file,
+        "file of the examples; empty: the task's own, without the row that is asked")
+      .on_resume(ResumeKind::kFree)
+      .needs(e.is_on() && e.fewshot > 0, "eval.tasks and eval.fewshot > 0");
+  t.add("eval.fewshot_seed", e.fewshot_seed, {0, 4294967295}, "seed of the examples that are drawn")
+      .on_resume(ResumeKind::kFree)
+      .needs(e.is_on() && e.fewshot > 0, "eval.tasks and eval.fewshot > 0");
+  t.add("eval.limit", e.limit, at_least(0), "rows of each file; 0: all")
+      .on_resume(ResumeKind::kFree)
+      .needs(e.is_on(), "eval.tasks");
+  t.add("eval.max_tokens", e.max_tokens, at_least(1), "tokens of an answer of generate at most")
+      .on_resume(ResumeKind::kFree)
+      .needs(e.tasks.find("generate=") != std::string::npos, "eval.tasks with generate");
+}
+
 void add_dpo(ConfigTable& t, Config& c) {
   PreferenceConfig& p = c.dpo;
   const bool is_on = !c.data.preference.empty();
@@ -814,6 +854,7 @@ std::deque<Field> config_fields(Config& c, bool is_cuda) {
   resume_as(ResumeKind::kIdentity);
   add_data(t, c);
   add_train(t, c, is_cuda);
+  add_eval(t, c);
   add_dpo(t, c);
   add_sample(t, c);
   resume_as(ResumeKind::kFree);

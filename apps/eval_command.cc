@@ -19,21 +19,6 @@ struct EvalCommand {
   std::string output, items;
 };
 
-/// "hellaswag=val.jsonl".
-std::pair<TaskForm, std::string> parse_task(const std::string& text) {
-  const size_t equals = text.find('=');
-  std::string forms;
-  for (const auto& entry : kEnumNames<TaskForm>) {
-    if (equals != std::string::npos && text.substr(0, equals) == entry.name &&
-        equals + 1 < text.size()) {
-      return {entry.value, text.substr(equals + 1)};
-    }
-    forms += (forms.empty() ? "" : ", ") + std::string(entry.name);
-  }
-  throw ConfigError(fmt::format("command line: --task={}, expected FORM=FILE with one of {}",
-                                shorten(text), forms));
-}
-
 nlohmann::ordered_json json_of(const TaskResult& result) {
   nlohmann::ordered_json json{{"items", result.num_items}};
   for (const auto& [name, metric] : result.metrics) {
@@ -81,6 +66,7 @@ void write_items(const std::string& path, const std::vector<EvalTask>& tasks,
 
 void add_options(CommandLine& app, EvalCommand& command) {
   command.model.add_to(app);
+  command.model.add_adapter_to(app);
   app.add_option("--task", command.tasks,
                  "FORM=FILE, several times: JSON lines in the shape of hellaswag, arc, mmlu, piqa, "
                  "lambada or winogrande, or of choice (prompt, choices, answer: a number from 0), "
@@ -118,17 +104,17 @@ int eval_command(const std::vector<std::string>& arguments, dist::World& world) 
   world.control().verdict([&] {
     status = app.read(arguments, world.rank() == 0 ? stdout : nullptr);
     if (status) return;
-    for (const std::string& text : command.tasks) {
-      const auto [form, path] = parse_task(text);
-      tasks.push_back(load_task(form, path, command.task));
-      if (command.tasks.size() > 1) tasks.back().name = text;
+    for (const TaskFile& file : parse_tasks(command.tasks)) {
+      tasks.push_back(load_task(file.form, file.path, command.task));
+      tasks.back().name = file.name;
     }
   });
   if (status) return *status;
   std::shared_ptr<Context> context;
   world.control().verdict([&] { context = command.model.make_context(world); });
   const Context::Scope scope(context);
-  ShardedModel model = load_sharded(command.model.checkpoint, command.model.param_dtype(), world);
+  ShardedModel model = load_sharded(command.model.checkpoint, command.model.param_dtype(), world,
+                                    command.model.adapter);
   SavedModel& saved = model.saved;
   if (world.rank() == 0) log_model(saved, command.model.checkpoint);
   command.evaluate.prefix_token = prefix_token_of(saved.config, saved.tokenizer.get());

@@ -11,6 +11,7 @@
 #include "apps/agreement.h"
 #include "apps/checkpointing.h"
 #include "apps/classification.h"
+#include "apps/evaluation/rounds.h"
 #include "apps/loss.h"
 #include "apps/model_from.h"
 #include "apps/options.h"
@@ -108,6 +109,9 @@ class LanguageWorkload final : public Workload {
   LossSum val_loss(const Batch& batch) override;
   void begin_evaluation() override;
   Figures end_evaluation(dist::World& world) override;
+  bool has_tasks() const override { return tasks_.has_value(); }
+  Figures judge(dist::Fsdp& fsdp, dist::World& world, const std::function<bool()>& is_to_end,
+                const Print& print) override;
   void add_metrics(StepMetrics& metrics, const std::vector<HostCopy>& extras,
                    dist::World& world) override;
   double flops_per_token() const override { return model_->flops_per_token(config_.model.context); }
@@ -128,6 +132,7 @@ class LanguageWorkload final : public Workload {
   std::optional<TokenCheck> token_check_;  // over before the first save or evaluation
   LossTerms loss_terms_;
   std::optional<ClassScores> scores_;  // of the evaluation in progress
+  std::optional<TaskRounds> tasks_;    // eval.tasks
   std::unique_ptr<nn::LanguageModel> model_;
   std::unique_ptr<dist::PeftReader> adapters_;  // of `lora.from`
 };
@@ -233,6 +238,8 @@ void LanguageWorkload::begin_checks(dist::World& world) {
   TokenCheck::Options check{.vocab_size = data_.vocab_size,
                             .results_path = config_.output.dir + "/token_check.txt"};
   token_check_.emplace(data_.files, std::move(check), world);
+  if (!config_.eval.is_on()) return;
+  tasks_.emplace(config_, data_.tokenizer, model_->shape().context_length, data_.vocab_size, world);
 }
 
 void LanguageWorkload::prepare_model(dist::World& world) {
@@ -398,6 +405,13 @@ Figures LanguageWorkload::end_evaluation(dist::World& world) {
   if (data_.texts == nullptr) return {};
   const ClassScores::Scores scores = scores_->finish(world);
   return {{"val_accuracy", scores.accuracy}, {"val_f1", scores.f1}};
+}
+
+Figures LanguageWorkload::judge(dist::Fsdp& fsdp, dist::World& world,
+                                const std::function<bool()>& is_to_end, const Print& print) {
+  const std::vector<TaskResult> results = tasks_->run(*model_, fsdp, world, is_to_end);
+  if (!results.empty()) print(lines_of(results));
+  return figures_of(results);
 }
 
 void LanguageWorkload::add_metrics(StepMetrics& metrics, const std::vector<HostCopy>& extras,

@@ -122,10 +122,12 @@ std::string TextStream::finish() {
   return text;
 }
 
-ShardedModel load_sharded(const std::string& path, DType dtype, dist::World& world) {
+ShardedModel load_sharded(const std::string& path, DType dtype, dist::World& world,
+                          const std::string& adapter) {
   ShardedModel sharded;
   SavedModel& saved = sharded.saved;
   OpenedModel opened;
+  std::unique_ptr<dist::PeftReader> adapters;
   world.control().verdict([&] {
     opened = open_any_model(path);
     int64_t vocab_size = 0;
@@ -133,6 +135,7 @@ ShardedModel load_sharded(const std::string& path, DType dtype, dist::World& wor
     check_tokenizer(saved, path);
     const nn::DeferredInit deferred;
     saved.model = make_model(saved.config, vocab_size);
+    if (!adapter.empty()) adapters = attach_adapter(saved, adapter);
     // Nothing is trained: no gradients, no optimizer's f32 values.
     for (const nn::NamedParameter& p : saved.model->named_parameters()) {
       p.parameter->tensor.set_requires_grad(false);
@@ -141,7 +144,16 @@ ShardedModel load_sharded(const std::string& path, DType dtype, dist::World& wor
   dist::FsdpOptions fsdp;
   fsdp.precision.param_dtype = dtype;
   sharded.fsdp = dist::fully_shard(*saved.model, world, fsdp);
-  dist::load_parameters(*opened.state.parameters, *sharded.fsdp, *saved.model);
+  std::vector<std::string> of_adapter;
+  if (adapters != nullptr) of_adapter = adapters->names();
+  const auto is_of_adapter = [&](const nn::NamedParameter& p) {
+    return std::find(of_adapter.begin(), of_adapter.end(), p.name) != of_adapter.end();
+  };
+  dist::load_parameters(*opened.state.parameters, *sharded.fsdp, *saved.model,
+                        [&](const nn::NamedParameter& p) { return !is_of_adapter(p); });
+  if (adapters != nullptr) {
+    dist::load_parameters(*adapters, *sharded.fsdp, *saved.model, is_of_adapter);
+  }
   return sharded;
 }
 

@@ -77,7 +77,8 @@ struct ShardedModel {
 };
 /// As `load_model`, but no rank reads or holds more of the model than its shards. Collective;
 /// without a tokenizer InputError.
-ShardedModel load_sharded(const std::string& path, DType dtype, dist::World& world);
+ShardedModel load_sharded(const std::string& path, DType dtype, dist::World& world,
+                          const std::string& adapter = "");
 
 int generate_command(const std::vector<std::string>& arguments, dist::World& world);
 int chat_command(const std::vector<std::string>& arguments, dist::World& world);

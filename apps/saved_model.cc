@@ -268,23 +268,23 @@ void load_values(const ParameterSource& source, nn::Module& model) {
   }
 }
 
-void add_adapter(SavedModel& saved, const std::string& adapter) {
+}  // namespace
+
+std::unique_ptr<dist::PeftReader> attach_adapter(SavedModel& saved, const std::string& adapter) {
   if (saved.config.lora.is_on()) {
     throw ConfigError(fmt::format("{}: has adapters, expected a model without any beside {}",
                                   saved.path, adapter));
   }
-  dist::PeftReader reader(adapter);
+  auto reader = std::make_unique<dist::PeftReader>(adapter);
   try {
-    nn::add_lora(*saved.model, reader.options());
+    nn::add_lora(*saved.model, reader->options());
   } catch (const ConfigError& error) {
     throw ConfigError(
         fmt::format("{}/{}: {}", adapter, dist::PeftReader::kConfigName, error.what()));
   }
-  reader.attach(*saved.model);
-  load_values(reader, *saved.model);
+  reader->attach(*saved.model);
+  return reader;
 }
-
-}  // namespace
 
 SavedModel describe_model(const OpenedModel& opened, int64_t& vocab_size) {
   const ModelState& state = opened.state;
@@ -306,7 +306,7 @@ SavedModel load_model(const std::string& path, DType dtype, const std::string& a
   const nn::ParameterDtype of_parameters(dtype);
   saved.model = make_model(saved.config, vocab_size);
   load_values(*opened.state.parameters, *saved.model);
-  if (!adapter.empty()) add_adapter(saved, adapter);
+  if (!adapter.empty()) load_values(*attach_adapter(saved, adapter), *saved.model);
   saved.model->reset_buffers();
   return saved;
 }

@@ -7,6 +7,7 @@
 #include "apps/config.h"
 #include "apps/text/tokenizer.h"
 #include "core/formats/parameters.h"
+#include "dist/checkpoint/peft.h"
 #include "dist/comm/world.h"
 #include "dist/fsdp/fully_shard.h"
 #include "nn/transformer.h"
@@ -87,6 +88,9 @@ struct SavedModel {
 /// All of it but the model, whose shapes in the state are checked (check_shapes); `vocab_size` is
 /// that of `make_model`.
 SavedModel describe_model(const OpenedModel& opened, int64_t& vocab_size);
+/// Adds the adapters in a directory to the model, without their values, which the reader has.
+/// Errors of load_model.
+std::unique_ptr<dist::PeftReader> attach_adapter(SavedModel& saved, const std::string& adapter);
 /// Of `open_any_model(path)`, with parameters of `dtype`, rounded to nearest, and the adapters in the
 /// directory `adapter`, unless it is empty (dist::PeftReader). CheckpointError if it is damaged;
 /// InputError that names file and tensor if something is missing, unexpected or of another shape;

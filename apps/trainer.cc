@@ -109,6 +109,13 @@ class StatusFile {
   bool is_over_ = false, has_warned_ = false;
 };
 
+/// What a step is followed by.
+struct Due {
+  bool loss = false;   // of validation
+  bool tasks = false;  // eval.tasks
+  bool any() const { return loss || tasks; }
+};
+
 class Trainer {
  public:
   /// `steps_done` follows the steps that the host has seen complete.
@@ -134,7 +141,7 @@ class Trainer {
   void take_snapshot();
   void rewind();
   dist::Progress progress() const;
-  void finish(bool evaluates, bool is_end);
+  void finish(Due due, bool is_end);
   void log(const StepMetrics& metrics);
   void write_log(const std::function<void()>& write);
   void evaluate_end();
@@ -144,6 +151,7 @@ class Trainer {
   void follow_trace(int64_t step);
   void write_trace();
   std::optional<double> validate();
+  void judge();
 
   Config config_;
   dist::World& world_;
@@ -193,13 +201,25 @@ class Trainer {
 
 /// The loss of validation; nothing if the run is to end first.
 std::optional<double> Trainer::validate() {
-  figures_.clear();
   work_.begin_evaluation();
   const auto loss = evaluate(
       *model_, *fsdp_, world_, eval_samples_, config_.train,
       [this](const Batch& batch) { return work_.val_loss(batch); }, is_preemption_requested);
   if (loss) figures_ = work_.end_evaluation(world_);
   return loss;
+}
+
+/// Tasks, which leave the model as it is.
+void Trainer::judge() {
+  if (!work_.has_tasks()) return;
+  const auto print = [&](const std::string& lines) {
+    if (log_ != nullptr) log_->print(lines);
+  };
+  const Figures figures = work_.judge(*fsdp_, world_, is_preemption_requested, print);
+  if (figures.empty()) {
+    print(fmt::format("eval.tasks after step {}: cut short, the run is to end", step_));
+  }
+  figures_.insert(figures_.end(), figures.begin(), figures.end());
 }
 
 Trainer::Trainer(const Config& config, dist::World& world, Workload& work,
@@ -652,7 +672,7 @@ dist::Progress Trainer::progress() const {
 /// Completes the step in flight on the host. The state at the end is on the disk before it is
 /// evaluated: whatever goes wrong there must not cost the training. No resume comes back to the step
 /// behind it, so its line is in the file before.
-void Trainer::finish(bool evaluates, bool is_end) {
+void Trainer::finish(Due due, bool is_end) {
   StepMetrics m = finish_step(*pending_);
   pending_.reset();
   val_loss_.reset();
@@ -660,15 +680,17 @@ void Trainer::finish(bool evaluates, bool is_end) {
     write_log([&] { log_->record(m); });
     save_end();
   }
-  if (evaluates && !is_rewind_due_) {
+  if (due.any() && !is_rewind_due_) {
+    figures_.clear();
     try {
-      m.val_loss = validate();
+      if (due.loss) m.val_loss = validate();
+      if (due.tasks) judge();
     } catch (...) {
       log(m);
       throw;
     }
     m.figures = figures_;
-    if (!m.val_loss && eval_samples_.num_samples() > 0 && log_ != nullptr) {
+    if (due.loss && !m.val_loss && eval_samples_.num_samples() > 0 && log_ != nullptr) {
       log_->print(fmt::format("evaluation after step {}: cut short, the run is to end", step_));
     }
     // Rates and waits of the next steps are theirs alone.
@@ -709,13 +731,18 @@ void Trainer::write_log(const std::function<void()>& write) {
 
 /// Of a run that had ended before it was evaluated.
 void Trainer::evaluate_end() {
-  if (eval_samples_.num_samples() == 0 || !work_.finish_checks(is_preemption_requested)) return;
+  const bool has_samples = eval_samples_.num_samples() > 0;
+  if (!(has_samples || work_.has_tasks())) return;
+  if (!work_.finish_checks(is_preemption_requested)) return;
+  figures_.clear();
   val_loss_ = validate();
+  if (has_samples && !val_loss_) return;
+  judge();
+  write_log([&] { log_->add_evaluation(step_, val_loss_, figures_); });
   if (!val_loss_) return;
   if (!best_val_loss_ || *val_loss_ < *best_val_loss_) best_val_loss_ = val_loss_;
   result_.val_loss = val_loss_;
   checkpoints_.add_val_loss(progress());
-  write_log([&] { log_->add_evaluation(step_, val_loss_, figures_); });
 }
 
 TrainResult Trainer::run() {
@@ -739,7 +766,7 @@ TrainResult Trainer::run() {
     if (config_.memory.empty_cache_every > 0 && step_ % config_.memory.empty_cache_every == 0) {
       Context::current()->allocator()->empty_cache();
     }
-    if (pending_) finish(false, false);
+    if (pending_) finish({}, false);
     pending_ = std::move(submitted);
     RunControl::Decision decision =
         control.poll(checkpoints_.state(), checkpoints_.is_late(),
@@ -749,17 +776,23 @@ TrainResult Trainer::run() {
     const bool is_last = step_ == num_steps || decision.is_out_of_time;
     const bool is_eval_due = is_last || (eval_every > 0 && step_ % eval_every == 0) ||
                              completes_part_of_epoch(config_, config_.train.evals_per_epoch, step_);
+    const bool is_round_due =
+        work_.has_tasks() &&
+        (is_last || (config_.eval.every > 0 && step_ % config_.eval.every == 0) ||
+         completes_part_of_epoch(config_, config_.eval.per_epoch, step_));
     const bool is_save_due = checkpoints_.is_due(step_) || decision.is_save_due;
     // Who asked for the end may not leave the time for it: a resume reads the tokens again.
-    if ((is_eval_due || is_save_due) && !decision.is_preempted && !decision.has_failed) {
+    if ((is_eval_due || is_round_due || is_save_due) && !decision.is_preempted &&
+        !decision.has_failed) {
       decision.is_preempted = !work_.finish_checks(is_preemption_requested);
       if (!decision.is_preempted) check_contents();
     }
     const bool is_cut = decision.is_preempted || decision.has_failed;
-    const bool is_end = is_last && !is_cut, evaluates = is_eval_due && !is_cut;
+    const bool is_end = is_last && !is_cut;
+    const Due due{.loss = is_eval_due && !is_cut, .tasks = is_round_due && !is_cut};
     const bool saves = is_cut || is_save_due;
     // Evaluations and checkpoints are of the parameters after their step: nothing is ahead of it.
-    if (is_cut || is_end || evaluates || saves || guard_.is_on()) finish(evaluates, is_end);
+    if (is_cut || is_end || due.any() || saves || guard_.is_on()) finish(due, is_end);
     // Back from the last step, the run is not at its end.
     const bool ends = is_cut || (is_end && (!is_rewind_due_ || decision.is_out_of_time));
     if (is_rewind_due_) rewind();

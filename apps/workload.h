@@ -90,6 +90,13 @@ class Workload {
   /// same on all ranks.
   virtual void begin_evaluation() {}
   virtual Figures end_evaluation(dist::World&) { return {}; }
+  /// Whether there are tasks that judge the model (section eval), and their figures, the same on all ranks;
+  /// nothing if `is_to_end` said so on one. Lines for the log.
+  virtual bool has_tasks() const { return false; }
+  virtual Figures judge(dist::Fsdp&, dist::World&, const std::function<bool()>& /*is_to_end*/,
+                        const Print&) {
+    return {};
+  }
   virtual void add_metrics(StepMetrics&, const std::vector<HostCopy>& /*extras*/, dist::World&) {}
   /// Of forward and backward; 0: not known.
   virtual double flops_per_token() const { return 0; }

@@ -39,6 +39,23 @@ class EvalProgress {
   std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now(), last_ = start_;
 };
 
+/// Whether the ranks are to stop, asked by all of them at the same places.
+class Cut {
+ public:
+  Cut(dist::World& world, const std::function<bool()>& is_to_end)
+      : world_(world), is_to_end_(is_to_end) {}
+  bool poll() {
+    if (is_to_end_ && !is_cut_) is_cut_ = world_.control().max(is_to_end_() ? 1 : 0) != 0;
+    return is_cut_;
+  }
+  bool is_cut() const { return is_cut_; }
+
+ private:
+  dist::World& world_;
+  const std::function<bool()>& is_to_end_;
+  bool is_cut_ = false;
+};
+
 /// The model in evaluation mode for a scope.
 class EvaluationMode {
  public:
@@ -160,7 +177,7 @@ std::vector<ItemResult> gather_items(const std::vector<ItemResult>& mine, size_t
 }
 
 std::vector<ItemResult> score_items(const EvalTask& task, nn::LanguageModel& model,
-                                    const Encoding& encoding, dist::World& world,
+                                    const Encoding& encoding, dist::World& world, Cut& cut,
                                     EvalProgress& progress) {
   const auto num_items = std::ssize(task.items);
   const int64_t ranks = world.world_size();
@@ -177,7 +194,7 @@ std::vector<ItemResult> score_items(const EvalTask& task, nn::LanguageModel& mod
   });
   Scorer scorer(model);
   std::vector<ItemResult> mine;
-  for (int64_t begin = 0; begin < num_items; begin += ranks) {
+  for (int64_t begin = 0; begin < num_items && !cut.poll(); begin += ranks) {
     const int64_t index = begin + world.rank();
     if (index >= num_items) {
       scorer.idle(Scorer::kScoreForwards);
@@ -199,13 +216,13 @@ std::vector<ItemResult> score_items(const EvalTask& task, nn::LanguageModel& mod
 }
 
 std::vector<ItemResult> score_texts(const EvalTask& task, nn::LanguageModel& model,
-                                    const Encoding& encoding, dist::World& world,
+                                    const Encoding& encoding, dist::World& world, Cut& cut,
                                     EvalProgress& progress) {
   Scorer scorer(model);
   const auto num_items = std::ssize(task.items);
   const int64_t ranks = world.world_size();
   std::vector<ItemResult> mine;
-  for (int64_t begin = 0; begin < num_items; begin += ranks) {
+  for (int64_t begin = 0; begin < num_items && !cut.poll(); begin += ranks) {
     const int64_t index = begin + world.rank();
     std::vector<ScoredTokens> windows;
     world.control().verdict([&] {
@@ -231,7 +248,7 @@ std::vector<ItemResult> score_texts(const EvalTask& task, nn::LanguageModel& mod
 
 std::vector<ItemResult> generate_items(const EvalTask& task, nn::LanguageModel& model,
                                        const text::Tokenizer& tokenizer, const Encoding& encoding,
-                                       dist::World& world, const EvaluateOptions& options,
+                                       dist::World& world, const EvaluateOptions& options, Cut& cut,
                                        EvalProgress& progress) {
   std::vector<std::vector<int32_t>> prompts;
   std::vector<const EvalItem*> items;
@@ -266,7 +283,9 @@ std::vector<ItemResult> generate_items(const EvalTask& task, nn::LanguageModel& 
     if (is_over) progress.add(++num_done * world.world_size());
     return !is_over;
   };
-  generate.any_is_busy = [&](bool is_busy) { return world.control().max(is_busy ? 1 : 0) != 0; };
+  generate.any_is_busy = [&](bool is_busy) {
+    return world.control().max(is_busy ? 1 : 0) != 0 && !cut.poll();
+  };
   nn::generate(model, prompts, generate);
   for (size_t i = 0; i < items.size(); ++i) {
     if (!stops[i].is_found()) {
@@ -359,16 +378,36 @@ void summarize_task(const EvalTask& task, const std::vector<int64_t>& num_bytes,
 
 }  // namespace
 
-TaskResult evaluate_task(const EvalTask& task, nn::LanguageModel& model,
-                         const text::Tokenizer& tokenizer, dist::World& world,
-                         const EvaluateOptions& options) {
+void check_task(const EvalTask& task, int64_t context_length, const text::Tokenizer& tokenizer,
+                dist::World& world, const EvaluateOptions& options) {
+  const Encoding encoding(tokenizer, context_length, options.prefix_token);
+  world.control().verdict([&] {
+    for (size_t i = static_cast<size_t>(world.rank()); i < task.items.size();
+         i += static_cast<size_t>(world.world_size())) {
+      const EvalItem& item = task.items[i];
+      if (task.form == TaskForm::kText) {
+        encoding.windows(item);
+      } else if (task.form == TaskForm::kGenerate) {
+        encoding.prompt(item);
+      } else {
+        for (const Continuation& c : item.continuations) encoding.continuation(item, c);
+      }
+    }
+  });
+}
+
+std::optional<TaskResult> evaluate_unless_ended(const EvalTask& task, nn::LanguageModel& model,
+                                                const text::Tokenizer& tokenizer,
+                                                dist::World& world,
+                                                const EvaluateOptions& options) {
   const Encoding encoding(tokenizer, model.shape().context_length, options.prefix_token);
   EvalProgress progress(task.name, std::ssize(task.items), options.reports && world.rank() == 0);
   const EvaluationMode mode(model);
   std::vector<ItemResult> mine;
   std::vector<int64_t> num_bytes;
+  Cut cut(world, options.is_to_end);
   if (task.form == TaskForm::kText) {
-    mine = score_texts(task, model, encoding, world, progress);
+    mine = score_texts(task, model, encoding, world, cut, progress);
     for (const EvalItem& item : task.items) {
       const std::string& text = item.continuations[0].text;
       // The first token is not predicted if nothing stands before it.
@@ -379,16 +418,25 @@ TaskResult evaluate_task(const EvalTask& task, nn::LanguageModel& model,
       num_bytes.push_back(std::ssize(text) - unpredicted);
     }
   } else if (task.form == TaskForm::kGenerate) {
-    mine = generate_items(task, model, tokenizer, encoding, world, options, progress);
+    mine = generate_items(task, model, tokenizer, encoding, world, options, cut, progress);
   } else {
-    mine = score_items(task, model, encoding, world, progress);
+    mine = score_items(task, model, encoding, world, cut, progress);
   }
+  if (cut.is_cut()) return std::nullopt;
   TaskResult result;
   result.name = task.name;
   result.num_items = std::ssize(task.items);
   result.items = gather_items(mine, task.items.size(), world);
   summarize_task(task, num_bytes, result);
   return result;
+}
+
+TaskResult evaluate_task(const EvalTask& task, nn::LanguageModel& model,
+                         const text::Tokenizer& tokenizer, dist::World& world,
+                         const EvaluateOptions& options) {
+  EvaluateOptions to_its_end = options;
+  to_its_end.is_to_end = nullptr;
+  return *evaluate_unless_ended(task, model, tokenizer, world, to_its_end);
 }
 
 }  // namespace tessera::apps

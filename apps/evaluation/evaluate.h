@@ -1,5 +1,6 @@
 #pragma once
 
+#include <functional>
 #include <map>
 #include <optional>
 #include <string>
@@ -40,7 +41,14 @@ struct EvaluateOptions {
   int64_t max_tokens = 256;              ///< of it
   int64_t max_batch = 16;                ///< items that are generated together
   bool reports = true;                   ///< progress, on rank 0
+  /// Asked on each rank before each item: once any says yes, there is no result.
+  std::function<bool()> is_to_end = {};
 };
+
+/// Encodes all that a task asks, ranks their shares: what would not fit the model is said before it
+/// has learned anything. Collective. Errors as evaluate_task.
+void check_task(const EvalTask& task, int64_t context_length, const text::Tokenizer& tokenizer,
+                dist::World& world, const EvaluateOptions& options);
 
 /// The figures of a task; collective, the same on all ranks and, on the CPU, for any number of them:
 /// rank r takes items r, r + ranks, ... The model is in evaluation mode meanwhile.
@@ -54,8 +62,13 @@ struct EvaluateOptions {
 /// Standard errors are those of a mean of the items: sample deviation / sqrt(items).
 /// A text longer than the context is taken in windows, each of which begins behind the last and sees
 /// one token before it; the last one as much as fits.
+/// Nothing if it was to end.
 /// Errors   InputError that names file and line: a prompt with its choice longer than the context, a
 ///          choice without a token of its own, an empty context without a prefix token
+std::optional<TaskResult> evaluate_unless_ended(const EvalTask& task, nn::LanguageModel& model,
+                                                const text::Tokenizer& tokenizer,
+                                                dist::World& world, const EvaluateOptions& options);
+/// The same, to its end.
 TaskResult evaluate_task(const EvalTask& task, nn::LanguageModel& model,
                          const text::Tokenizer& tokenizer, dist::World& world,
                          const EvaluateOptions& options = {});

@@ -8,6 +8,7 @@
 #include "apps/text/jinja/unicode.h"
 #include "core/files.h"
 #include "core/formats/strict_json.h"
+#include "core/split.h"
 #include "core/text.h"
 
 namespace tessera::apps {
@@ -360,6 +361,43 @@ class Examples {
 bool EvalTask::has_norm() const {
   return form == TaskForm::kHellaswag || form == TaskForm::kArc || form == TaskForm::kPiqa ||
          form == TaskForm::kChoice;
+}
+
+std::vector<TaskFile> parse_tasks(const std::vector<std::string>& texts, std::string_view subject) {
+  std::vector<TaskFile> files;
+  for (const std::string& text : texts) {
+    const size_t equals = text.find('=');
+    std::string forms;
+    bool is_found = false;
+    for (const auto& entry : kEnumNames<TaskForm>) {
+      if (equals != std::string::npos && text.substr(0, equals) == entry.name &&
+          equals + 1 < text.size()) {
+        files.push_back({entry.value, text.substr(equals + 1), std::string(entry.name)});
+        is_found = true;
+      }
+      forms += (forms.empty() ? "" : ", ") + std::string(entry.name);
+    }
+    if (is_found) continue;
+    throw ConfigError(
+        fmt::format("{}{}, expected FORM=FILE with one of {}", subject, shorten(text), forms));
+  }
+  const std::vector<TaskFile> all = files;
+  for (size_t i = 0; i < all.size(); ++i) {
+    for (size_t j = 0; j < all.size(); ++j) {
+      if (i == j || all[i].form != all[j].form) continue;
+      if (all[i].path == all[j].path) {
+        throw ConfigError(fmt::format("{}{}, expected each task once", subject, shorten(texts[i])));
+      }
+      files[i].name = texts[i];
+    }
+  }
+  return files;
+}
+
+std::vector<TaskFile> parse_tasks(std::string_view list) {
+  std::vector<std::string> texts;
+  for (const std::string_view text : split(list, ',')) texts.emplace_back(text);
+  return parse_tasks(texts, "eval.tasks: ");
 }
 
 EvalTask load_task(TaskForm form, const std::string& path, const TaskOptions& options) {

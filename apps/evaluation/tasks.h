@@ -69,6 +69,19 @@ struct TaskOptions {
   int64_t limit = 0;  ///< rows; 0: all
 };
 
+/// A form and the file of its rows, as people write them.
+struct TaskFile {
+  TaskForm form = TaskForm::kChoice;
+  std::string path;
+  std::string name;  ///< the form's, or all of it if another one has the same form
+};
+/// Of "FORM=FILE" each. ConfigError that begins with the subject for what is not, and for one that is there
+/// twice.
+std::vector<TaskFile> parse_tasks(const std::vector<std::string>& texts,
+                                  std::string_view subject = "command line: --task=");
+/// Of "FORM=FILE,FORM=FILE", eval.tasks.
+std::vector<TaskFile> parse_tasks(std::string_view list);
+
 /// The items of a file.
 /// Errors   InputError of one line that names the file and the line: what is not JSON or not of the
 ///          form's shape, an answer that is none of the choices, an empty choice; no rows; fewer

@@ -31,6 +31,7 @@ const std::vector<std::string> kGpt2 = {"--model.kind=gpt2"}, kBloom = {"--model
                                kPairs = {"--data.text=", "--data.preference=y",
                                          "--data.tokenizer=t", "--model.vocab=9"},
                                kClasses = {"--data.text=", "--data.classify=y"},
+                               kTasks = {"--eval.tasks=piqa=x"},
                                kMasked = {"--model.kind=bert", "--data.mask_token=3"};
 
 std::vector<Example> examples() {
@@ -74,6 +75,14 @@ std::vector<Example> examples() {
       {"dpo.reference", "d", {}, kPairs},
       {"train.z_loss", "1e-4", kPairs, {}},
       {"train.label_smoothing", "0.1", kPairs, {}},
+      {"eval.tokenizer", "t", {}, kTasks},
+      {"eval.every", "5", {}, kTasks},
+      {"eval.per_epoch", "2", {}, kTasks},
+      {"eval.fewshot", "2", {}, kTasks},
+      {"eval.fewshot_file", "f", kTasks, {"--eval.tasks=piqa=x", "--eval.fewshot=2"}},
+      {"eval.fewshot_seed", "3", kTasks, {"--eval.tasks=piqa=x", "--eval.fewshot=2"}},
+      {"eval.limit", "3", {}, kTasks},
+      {"eval.max_tokens", "3", kTasks, {"--eval.tasks=piqa=x,generate=y"}},
       {"train.evals_per_epoch", "2", {"--data.val_fraction=0"}, {}},
       {"data.val_fraction",
        "0.2",

@@ -187,6 +187,19 @@ TEST_CASE("config: what is wrong is named with key, place and what is allowed", 
       {"",
        {"--data.tokens=y"},
        "command line: data.tokens without a vocabulary, expected model.vocab to be set"},
+      {"[eval]\ntasks = 'boolq=x'",
+       {kText},
+       "f.toml:2: eval.tasks: boolq=x, expected FORM=FILE with one of hellaswag, arc, mmlu, piqa, "
+       "lambada, winogrande, choice, generate, text"},
+      {"[eval]\ntasks = 'piqa=x'\n[data]\nclassify = 'x'",
+       {},
+       "f.toml:2: eval.tasks with data.classify, expected a model that predicts the next token"},
+      {"[eval]\ntasks = 'piqa=x'\n[model]\nkind = 'bert'\n[data]\nmask_token = 3",
+       {kText},
+       "f.toml:2: eval.tasks with kind bert, expected a model that predicts the next token"},
+      {"[eval]\ntasks = 'piqa=x'\n[data]\ntokens = 'y'\n[model]\nvocab = 9",
+       {},
+       "f.toml:2: eval.tasks with data.tokens, expected eval.tokenizer, the one of their ids"},
       {"[data]\nclassify = 'x'\nseparator = 3",
        {},
        "f.toml:3: data.separator = 3 with data.classify, expected none"},
@@ -412,6 +425,7 @@ TEST_CASE("config: the dump reads back as the same values, whatever they are", "
   config.data.text = "a\"b\\c\n\t\x01\x7f \xc3\xa9";
   config.output.dir = config.checkpoint.dir = "a\"b\\c \xc3\xa9";
   config.checkpoint.resume = config.debug.trace = config.output.dir;
+  config.eval.tasks = "piqa=a\"b\\c \xc3\xa9";
   config.train.global_batch = 0;
   config.runtime.memory_limit = int64_t{3} << 30;
   config.runtime.memory_split = 3000001;
@@ -426,6 +440,7 @@ TEST_CASE("config: the dump reads back as the same values, whatever they are", "
   CHECK(again.optim.schedule.final_lr == config.optim.schedule.final_lr);
   CHECK(again.runtime.memory_split == 3000001);
   CHECK(again.optim.groups == config.optim.groups);
+  CHECK(again.eval.tasks == config.eval.tasks);
   CHECK(again.sample.prompt == config.sample.prompt);
 }
 

@@ -118,6 +118,9 @@ class Runs:
                  for i in range(60)]
         self.paths = {"PAIRS": self.write("pairs.jsonl", "".join(json.dumps(p) + "\n" for p in pairs)),
                       "CLASSES": self.classes("classes.jsonl", 60), "OTHER_CLASSES": self.classes("other_c.jsonl", 30),
+                      "TASK": self.task("task.jsonl", range(8)), "OTHER_TASK": self.task("other_t.jsonl", range(9, 12)),
+                      "SHORT_TASK": self.write("short.jsonl", json.dumps({"text": "of a"}) + "\n"),
+                      "ANSWERS": self.write("answers.jsonl", json.dumps({"prompt": "line ", "answer": "4"}) + "\n"),
                       "OTHER_PAIRS": self.write("other_pairs.jsonl", "".join(
                           json.dumps(p) + "\n" for p in pairs[30:])),
                       "CHATS": self.chats("chats.jsonl", chats),
@@ -151,6 +154,9 @@ class Runs:
         return self.write(name, "".join(json.dumps(
             {"text": f"{i * i}" + ("long" * 6 if i % 5 == 0 else ""), "label": ["no", "yes"][i % 2],
              "other": i % 3}) + "\n" for i in range(count)))
+
+    def task(self, name, numbers):
+        return self.write(name, "".join(json.dumps({"text": f"line {i * i} of a text"}) + "\n" for i in numbers))
 
     def shard(self, name, tokens):
         with open(self.path(name), "wb") as file:
@@ -238,6 +244,7 @@ CHATS = {"data.text": "UNSET", "data.chat": "@CHATS@", "data.chat_template": "@C
 PAIRS = {"data.text": "UNSET", "data.preference": "@PAIRS@", "data.chat_template": "@CHAT_TEMPLATE@",
          "model.context": 24, "model.kind": "llama"}
 CLASSES = {"data.text": "UNSET", "data.classify": "@CLASSES@", "model.context": 24}
+EVAL = {"eval.tasks": "lambada=@TASK@", "model.context": 64}
 TOKENS = {"data.text": "UNSET", "data.tokens": "@A@", "model.vocab": 61}
 BF16 = {"precision.param_dtype": "bf16"}
 F16 = {"precision.param_dtype": "f16", "guard.max_skips": 100}
@@ -307,6 +314,15 @@ def lrs(*expected):
 
 def val_steps(*expected):
     return lambda a, b: [s["step"] for s in b.steps if "val_loss" in s] == list(expected)
+
+
+def rounds(*expected):
+    return lambda a, b: [s["step"] for s in b.steps if any(key.startswith("eval.") for key in s)] == list(expected)
+
+
+def other_perplexity(a, b):
+    x, y = (run.values("eval.lambada.perplexity")[-1] for run in (a, b))
+    return None not in (x, y) and x != y
 
 
 def reduces(n):
@@ -491,6 +507,17 @@ ROWS = [
     Row("train.evals_per_epoch", 91, val_steps(3, 4), same=True),
     Row("train.eval_batches", 1, lambda a, b: a.values("val_loss")[-1] != b.values("val_loss")[-1],
         same=True),
+    Row("eval.tasks", "lambada=@TASK@", rounds(4), {"model.context": 64}, same=True),
+    Row("eval.tokenizer", "@TOKENIZER@", other_perplexity, EVAL, same=True),
+    Row("eval.every", 2, rounds(2, 4), EVAL, same=True),
+    # Of windows of 8 tokens, as train.evals_per_epoch above.
+    Row("eval.per_epoch", 91, rounds(3, 4), {"eval.tasks": "lambada=@SHORT_TASK@"}, same=True),
+    Row("eval.fewshot", 1, other_perplexity, EVAL, same=True),
+    Row("eval.fewshot_file", "@OTHER_TASK@", other_perplexity, EVAL | {"eval.fewshot": 1}, same=True),
+    Row("eval.fewshot_seed", 7, other_perplexity, EVAL | {"eval.fewshot": 1}, same=True),
+    Row("eval.limit", 3, other_perplexity, EVAL, same=True),
+    Row("eval.max_tokens", 1, lambda a, b: len(a.streams["compute"]) > len(b.streams["compute"]),
+        {"eval.tasks": "generate=@ANSWERS@", "eval.every": 1, "model.context": 64, "eval.max_tokens": 9}, same=True),
     Row("train.log_every", 3, lambda a, b: b.text.count("\nstep ") < a.text.count("\nstep ") == 4,
         same=True),
     Row("train.threads", 7, lambda a, b: b.num_threads >= a.num_threads + 4,
