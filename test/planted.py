@@ -155,7 +155,7 @@ PLANTED = [bound_to_a_copy(*each) for each in NOWHERE] + [
         "  options.seed = static_cast<uint64_t>(config.train.seed);\n", "", "run train.seed"),
     Row("the seed of dropout", APPS, "random_state() = {.seed = [[static_cast<uint64_t>(config_.train.seed)]]",
         "1", "run train.seed"),
-    Row("the seed of initial values", APPS, "initialize([[static_cast<uint64_t>(config_.train.seed)]])",
+    Row("the seed of initial values", APPS, "& world) {\n  fsdp.initialize([[static_cast<uint64_t>(config_.train.seed)]])",
         "1", "run train.seed"),
 
     # The machine.
