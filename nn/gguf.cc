@@ -20,4 +20,10 @@ void add_gguf_blocks(HfParameterList& all, int64_t num_layers, int64_t width, in
   }
 }
 
+void add_gguf_end(HfParameterList& all, int64_t width, bool norm_has_bias, bool is_tied,
+                  int64_t vocab_size) {
+  all.norm("norm", "output_norm", width, norm_has_bias);
+  if (!is_tied) all.matrix("head.weight", width, {{"output.weight", vocab_size}});
+}
+
 }  // namespace tessera::nn

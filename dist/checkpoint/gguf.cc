@@ -57,9 +57,10 @@ void GgufExport::write(std::string_view name, const Shape& shape, const float* v
   const nn::HfParameter& p = *found->second;
   TESSERA_CHECK(shape == p.shape, "export: {} is {}, expected {} of the model", name, shape,
                 p.shape);
+  const DType dtype = dtype_of(p.sources.front());  // of all parts of a parameter
+  check_hf_range(name, values, shape.numel(), dtype);
   for (const nn::HfTensor& t : p.sources) {
-    check_hf_range(name, values, shape.numel(), dtype_of(t));
-    const std::vector<std::byte> bytes = make_hf_tensor(t, values, p.cols(), dtype_of(t));
+    const std::vector<std::byte> bytes = make_hf_tensor(t, values, p.cols(), dtype);
     writer_->write(t.name, bytes.data(), static_cast<int64_t>(bytes.size()));
   }
 }

@@ -95,23 +95,16 @@ bool is_derived_hf_tensor(const BloomConfig&, std::string_view name) {
 GgufModel gguf(const FamilyConfig& config) {
   const auto& c = config.as<BloomConfig>();
   const int64_t C = c.width;
-  const auto count = [](int64_t value) { return static_cast<uint32_t>(value); };
   GgufModel model{.architecture = "bloom"};
-  model.add("vocab_size", count(c.vocab_size));
-  model.add("context_length", count(c.context_length));
-  model.add("embedding_length", count(C));
-  model.add("block_count", count(c.num_layers));
-  model.add("feed_forward_length", count(4 * C));
-  model.add("attention.head_count", count(c.num_heads));
-  model.add("attention.head_count_kv", count(c.num_heads));
+  model.add_sizes(c, 4 * C);
+  model.add_count("attention.head_count_kv", c.num_heads);
   model.add("attention.layer_norm_epsilon", c.norm_eps);
 
   HfParameterList all;
   all.matrix("embed.weight", C, {{"token_embd.weight", c.vocab_size}});
   all.norm("embed_norm", "token_embd_norm", C, true);
   add_gguf_blocks(all, c.num_layers, C, 4 * C);
-  all.norm("norm", "output_norm", C, true);
-  if (!c.tied) all.matrix("head.weight", C, {{"output.weight", c.vocab_size}});
+  add_gguf_end(all, C, true, c.tied, c.vocab_size);
   model.parameters = all.take();
   return model;
 }

@@ -92,22 +92,15 @@ GgufModel gguf(const FamilyConfig& config) {
                    "export: gelu {}, llama.cpp's GPT-2 has the tanh approximation",
                    name_of(c.gelu));
   const int64_t C = c.width, F = c.ffn_width == 0 ? 4 * C : c.ffn_width;
-  const auto count = [](int64_t value) { return static_cast<uint32_t>(value); };
   GgufModel model{.architecture = "gpt2"};
-  model.add("vocab_size", count(c.vocab_size));
-  model.add("context_length", count(c.context_length));
-  model.add("embedding_length", count(C));
-  model.add("block_count", count(c.num_layers));
-  model.add("feed_forward_length", count(F));
-  model.add("attention.head_count", count(c.num_heads));
+  model.add_sizes(c, F);
   model.add("attention.layer_norm_epsilon", c.norm_eps);
 
   HfParameterList all;
   all.matrix("embed.weight", C, {{"token_embd.weight", c.vocab_size}});
   all.matrix("position.weight", C, {{"position_embd.weight", c.context_length}});
   add_gguf_blocks(all, c.num_layers, C, F);
-  all.norm("norm", "output_norm", C, true);
-  if (!c.tied) all.matrix("head.weight", C, {{"output.weight", c.vocab_size}});
+  add_gguf_end(all, C, true, c.tied, c.vocab_size);
   model.parameters = all.take();
   return model;
 }

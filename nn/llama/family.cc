@@ -360,19 +360,13 @@ GgufModel gguf(const FamilyConfig& config) {
                    c.qk_norm ? "qk_norm" : "qkv_bias");
   const int64_t C = c.width, D = c.head_width, H = c.num_heads * D, G = c.num_kv_heads * D,
                 F = c.ffn_width;
-  const auto count = [](int64_t value) { return static_cast<uint32_t>(value); };
   GgufModel model{.architecture = is_llama ? "llama" : c.qk_norm ? "qwen3" : "qwen2"};
-  model.add("vocab_size", count(c.vocab_size));
-  model.add("context_length", count(c.context_length));
-  model.add("embedding_length", count(C));
-  model.add("block_count", count(c.num_layers));
-  model.add("feed_forward_length", count(F));
-  model.add("attention.head_count", count(c.num_heads));
-  model.add("attention.head_count_kv", count(c.num_kv_heads));
-  model.add("attention.key_length", count(D));
-  model.add("attention.value_length", count(D));
+  model.add_sizes(c, F);
+  model.add_count("attention.head_count_kv", c.num_kv_heads);
+  model.add_count("attention.key_length", D);
+  model.add_count("attention.value_length", D);
   model.add("attention.layer_norm_rms_epsilon", c.norm_eps);
-  model.add("rope.dimension_count", count(D));
+  model.add_count("rope.dimension_count", D);
   model.add("rope.freq_base", c.rope.theta);
   if (c.rope.scaling == RopeScaling::kLinear) {
     model.add("rope.scaling.type", std::string("linear"));
@@ -407,8 +401,7 @@ GgufModel gguf(const FamilyConfig& config) {
                {{theirs + "ffn_gate.weight", F}, {theirs + "ffn_up.weight", F}});
     all.matrix(ours + "mlp.down.weight", F, {{theirs + "ffn_down.weight", C}});
   }
-  all.norm("norm", "output_norm", C, false);
-  if (!c.tied) all.matrix("head.weight", C, {{"output.weight", c.vocab_size}});
+  add_gguf_end(all, C, false, c.tied, c.vocab_size);
   model.parameters = all.take();
   return model;
 }
