@@ -55,28 +55,12 @@ std::string many_chats() {
   return lines;
 }
 
-Config chat_config(const TempDir& dir, std::vector<std::string> extra = {}) {
-  std::vector<std::string> overrides = {
-      "--data.chat=" + dir.write("chats.jsonl", many_chats()),
-      "--data.chat_template=" + dir.write("chat.jinja", kTemplate),
-      "--data.restart_positions=true",
-      "--data.val_fraction=0.2",
-      "--output.dir=" + dir / "out",
-      "--device=cpu",
-      "--model.layers=2",
-      "--model.heads=2",
-      "--model.width=16",
-      "--model.context=48",
-      "--train.steps=6",
-      "--train.micro_batch=2",
-      "--train.global_batch=8",
-      "--train.log_every=1000",
-      "--train.eval_every=3",
-      "--optim.lr=0.01",
-      "--checkpoint.every=3",
-  };
-  overrides.insert(overrides.end(), extra.begin(), extra.end());
-  return load_config("", overrides);
+Config chat_config(const TempDir& dir, const std::vector<std::string>& extra = {}) {
+  return testing::six_step_config(dir,
+                                  {"--data.chat=" + dir.write("chats.jsonl", many_chats()),
+                                   "--data.chat_template=" + dir.write("chat.jinja", kTemplate),
+                                   "--data.restart_positions=true", "--model.context=48"},
+                                  extra);
 }
 
 /// Floating-point operations of what the compute stream is given.

@@ -40,23 +40,8 @@ std::string many_texts() {
 }
 
 Config class_config(const TempDir& dir, const std::vector<std::string>& extra = {}) {
-  std::vector<std::string> overrides = {"--data.classify=" + dir.write("t.jsonl", many_texts()),
-                                        "--data.val_fraction=0.2",
-                                        "--output.dir=" + dir / "out",
-                                        "--device=cpu",
-                                        "--model.layers=2",
-                                        "--model.heads=2",
-                                        "--model.width=16",
-                                        "--model.context=24",
-                                        "--train.steps=6",
-                                        "--train.micro_batch=2",
-                                        "--train.global_batch=8",
-                                        "--train.log_every=1000",
-                                        "--train.eval_every=3",
-                                        "--optim.lr=0.01",
-                                        "--checkpoint.every=3"};
-  overrides.insert(overrides.end(), extra.begin(), extra.end());
-  return load_config("", overrides);
+  return testing::six_step_config(
+      dir, {"--data.classify=" + dir.write("t.jsonl", many_texts()), "--model.context=24"}, extra);
 }
 
 /// A golden's model with a tokenizer of bytes, as a directory of transformers.

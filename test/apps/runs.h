@@ -26,6 +26,28 @@ inline std::string error_on(int world_size, const apps::Config& config) {
   return error_of([&] { train_on(world_size, config); });
 }
 
+/// Six steps of a tiny Llama on the CPU into DIR/out, evaluated and saved every third, with the settings
+/// that `data` and `extra` add or change.
+inline apps::Config six_step_config(const TempDir& dir, const std::vector<std::string>& data,
+                                    const std::vector<std::string>& extra) {
+  std::vector<std::string> overrides = {"--data.val_fraction=0.2",
+                                        "--output.dir=" + dir / "out",
+                                        "--device=cpu",
+                                        "--model.layers=2",
+                                        "--model.heads=2",
+                                        "--model.width=16",
+                                        "--train.steps=6",
+                                        "--train.micro_batch=2",
+                                        "--train.global_batch=8",
+                                        "--train.log_every=1000",
+                                        "--train.eval_every=3",
+                                        "--optim.lr=0.01",
+                                        "--checkpoint.every=3"};
+  overrides.insert(overrides.end(), data.begin(), data.end());
+  overrides.insert(overrides.end(), extra.begin(), extra.end());
+  return apps::load_config("", overrides);
+}
+
 inline std::vector<nlohmann::json> read_metrics(const std::string& out) {
   std::vector<nlohmann::json> steps;
   std::istringstream lines(read_file(out + "/metrics.jsonl"));
