@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "core/log.h"
+#include "core/runtime/memory_timeline.h"
 
 namespace tessera {
 namespace {
@@ -164,6 +165,7 @@ struct Allocator::State {
   std::map<PoolKey, Pool> free_blocks;
   AllocatorStats stats;
   Advice advice;
+  const Allocator* owner = nullptr;
 
   Pool& pool_of(const Block& b) { return free_blocks[{b.stream.id(), b.is_small}]; }
   Block* take_cached(size_t nbytes, PoolKey pool_key);
@@ -176,6 +178,7 @@ struct Allocator::State {
 Allocator::Allocator(std::unique_ptr<MemoryBackend> backend, const Options& options)
     : options_(options), state_(std::make_unique<State>()) {
   state_->backend = std::move(backend);
+  state_->owner = this;
 }
 
 Allocator::~Allocator() {
@@ -240,6 +243,7 @@ void Allocator::State::count(const Block& block, int64_t sign) {
     stats.peak_allocated = stats.allocated;
     stats.peak_by_class = stats.allocated_by_class;
   }
+  MemoryTimeline::note(owner, stats.allocated_by_class);
 }
 
 std::vector<Allocator::Block*> Allocator::State::cached_segments() const {

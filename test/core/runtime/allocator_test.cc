@@ -1,11 +1,13 @@
 #include "core/runtime/allocator.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <future>
 #include <map>
 #include <thread>
 
 #include "core/runtime/context.h"
+#include "core/runtime/memory_timeline.h"
 #include "test/testing.h"
 
 namespace tessera {
@@ -399,6 +401,48 @@ TEST_CASE("allocator: the report tells what is cached and its largest block", "[
   CHECK(f.allocator->report().find("1.0 MiB, the largest block 512.0 KiB") != std::string::npos);
   f.free(blocks[1]), f.free(blocks[3]);
   CHECK(f.allocator->stats().largest_free == 2 * kMiB);
+}
+
+TEST_CASE("allocator: a timeline has the bytes of each class in order, and keeps the peak",
+          "[allocator]") {
+  const Fixture f, other;
+  auto* const before = f.allocate(512, MemoryClass::kParameters);
+  const auto bytes = [](int64_t parameters, int64_t activations) {
+    MemoryTimeline::Bytes b{};
+    b[static_cast<size_t>(MemoryClass::kParameters)] = parameters;
+    b[static_cast<size_t>(MemoryClass::kActivations)] = activations;
+    return b;
+  };
+  {
+    MemoryTimeline timeline(*f.allocator);
+    timeline.mark("forward");
+    auto* const a = f.allocate(1024, MemoryClass::kActivations);
+    auto* const elsewhere = other.allocate(4096, MemoryClass::kActivations);
+    timeline.mark("backward");
+    f.free(a);
+    other.free(elsewhere);
+    const MemoryTimeline::Result result = timeline.result();
+    CHECK(result.bytes == std::vector{bytes(512, 0), bytes(512, 1024), bytes(512, 0)});
+    REQUIRE(result.marks.size() == 2);
+    CHECK(result.marks[0].point == 1);
+    CHECK(result.marks[1].point == 2);
+    CHECK(result.marks[1].name == "backward");
+  }
+  // Many changes: no more points than asked for, the peak among them, marks where they were.
+  MemoryTimeline timeline(*f.allocator, 16);
+  for (int i = 0; i < 1000; ++i) {
+    if (i == 500) timeline.mark("middle");
+    f.free(f.allocate(i == 700 ? 8192 : 1024, MemoryClass::kActivations));
+  }
+  const MemoryTimeline::Result result = timeline.result();
+  CHECK(result.bytes.size() <= 16);
+  CHECK(result.bytes.size() >= 8);
+  const auto peak = std::find(result.bytes.begin(), result.bytes.end(), bytes(512, 8192));
+  REQUIRE(peak != result.bytes.end());
+  const double count = static_cast<double>(result.bytes.size());
+  CHECK(static_cast<double>(peak - result.bytes.begin()) / count == Approx(0.7).margin(0.1));
+  CHECK(static_cast<double>(result.marks.at(0).point) / count == Approx(0.5).margin(0.1));
+  f.free(before);
 }
 
 }  // namespace
