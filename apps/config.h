@@ -201,7 +201,7 @@ struct MemoryConfig {
 };
 struct OutputConfig {
   std::string dir = "out/run";
-  bool overwrite = false;
+  bool overwrite = false, tensorboard = false, unit_norms = false;
   double peak_tflops = 0;
 };
 

@@ -706,6 +706,12 @@ void add_output(ConfigTable& t, Config& c) {
 
 void add_checkpoint(ConfigTable& t, Config& c) {
   CheckpointConfig& k = c.checkpoint;
+  t.add("output.tensorboard", c.output.tensorboard,
+        "also writes an event file of TensorBoard into output.dir: all of metrics.jsonl, the "
+        "configuration, the sample")
+      .also("report_to enable_tensorboard tensorboard_dir logging_dir");
+  t.add("output.unit_norms", c.output.unit_norms,
+        "gradient norm of each unit in each line of metrics.jsonl");
   t.add("checkpoint.every", k.every, at_least(0),
         "steps from one checkpoint to the next; 0: none by steps")
       .also("save_steps save_interval");
@@ -892,6 +898,14 @@ std::string in_keys(const Config& config, const std::string& message) {
   const std::string key = key_of_option(std::string_view(message).substr(0, end));
   if (key.empty()) return message;
   return fmt::format("{}: {}{}", config.origin(key), key, message.substr(end));
+}
+std::vector<std::pair<std::string, SettingValue>> given_settings(const Config& config) {
+  Config copy = config;
+  std::vector<std::pair<std::string, SettingValue>> given;
+  for (const Field& field : config_fields(copy)) {
+    if (config.is_given(field.key)) given.emplace_back(field.key, field.get());
+  }
+  return given;
 }
 
 }  // namespace tessera::apps

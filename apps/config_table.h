@@ -63,6 +63,9 @@ std::deque<Field> config_fields(Config& config, bool is_cuda = false);
 /// does.
 std::string key_of_option(std::string_view option);
 
+/// Keys that the user has set, with the values that they have: "optim.lr", 0.001.
+std::vector<std::pair<std::string, SettingValue>> given_settings(const Config& config);
+
 /// A library's message about a field of its option struct, "FsdpOptions::shard_size: 3 does not
 /// divide the 4 ranks", with the place and the key: "command line: fsdp.shard_size: 3 does not ...".
 /// Any other message as it is.

@@ -13,6 +13,7 @@
 #include <cstring>
 #include <fstream>
 #include <limits>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <numeric>
 #include <sstream>
@@ -56,7 +57,7 @@ std::string launcher_output() {
 }
 
 constexpr const char* kLineEnd = "}\n";
-constexpr std::string_view kValPrefix = "val_";
+constexpr std::string_view kValPrefix = "val_", kEvalPrefix = "eval.";
 
 bool is_evaluated(const StepMetrics& m) {
   return m.val_loss || !m.figures.empty();
@@ -64,8 +65,11 @@ bool is_evaluated(const StepMetrics& m) {
 
 /// "val_loss", "val_f1", "eval.piqa.acc".
 bool is_of_evaluation(std::string_view key) {
-  return key.starts_with(kValPrefix) || key.starts_with("eval.");
+  return key.starts_with(kValPrefix) || key.starts_with(kEvalPrefix);
 }
+/// In the order of MemoryClass.
+constexpr std::array<const char*, kNumMemoryClasses> kMemoryKeys = {
+    "parameters", "gradients", "optimizer", "gathered", "activations", "other"};
 
 /// The lines of steps up to `step`, in order. A run that was killed may have half a line at the
 /// end.
@@ -111,7 +115,9 @@ std::optional<double> StepRate::exposed() const {
   return std::min(1.0, waited / std::max(total, 1e-6));
 }
 
-std::string to_json(const StepMetrics& m) {
+namespace {
+
+nlohmann::ordered_json json_of_step(const StepMetrics& m) {
   nlohmann::ordered_json object = {{"step", m.step},
                                    {"loss", m.loss},
                                    {"grad_norm", m.grad_norm},
@@ -121,6 +127,9 @@ std::string to_json(const StepMetrics& m) {
                                    {"reserved_bytes", m.reserved_bytes},
                                    {"tokens", m.tokens},
                                    {"step_ms", m.step_ms}};
+  for (size_t i = 0; i < m.peak_by_class.size(); ++i) {
+    object["memory"][kMemoryKeys[i]] = m.peak_by_class[i];
+  }
   if (m.mfu) object["mfu"] = *m.mfu;
   if (m.loss_scale) object["loss_scale"] = *m.loss_scale;
   if (m.skipped) object["skipped"] = *m.skipped;
@@ -134,6 +143,14 @@ std::string to_json(const StepMetrics& m) {
     object["slowest_rank"] = *m.slowest_rank;
     object["slowest_behind_ms"] = m.slowest_behind_ms;
   }
+  if (m.memory_over_step != nullptr) {
+    auto& over = object["memory_over_step"];
+    over = {{"classes", kMemoryKeys}, {"bytes", m.memory_over_step->bytes}};
+    for (const MemoryTimeline::Mark& mark : m.memory_over_step->marks) {
+      over["marks"].push_back({{"point", mark.point}, {"begins", mark.name}});
+    }
+  }
+  for (const auto& [unit, norm] : m.unit_norms) object["unit_norms"][unit] = norm;
   if (m.rewards) {
     object["chosen"] = m.rewards->chosen;
     object["rejected"] = m.rewards->rejected;
@@ -142,7 +159,71 @@ std::string to_json(const StepMetrics& m) {
   }
   if (m.val_loss) object["val_loss"] = *m.val_loss;
   for (const auto& [name, value] : m.figures) object[name] = value;
-  return object.dump();
+  return object;
+}
+
+/// The group of charts that a number of the line belongs to, and its name there.
+std::string tag_of(const std::string& key) {
+  static const std::map<std::string_view, const char*> kTags = {
+      {"loss", "loss/train"},
+      {"val_loss", "loss/validation"},
+      {"grad_norm", "optimizer/grad_norm"},
+      {"lr", "optimizer/lr"},
+      {"loss_scale", "optimizer/loss_scale"},
+      {"skipped", "optimizer/skipped"},
+      {"tokens_per_second", "speed/tokens_per_second"},
+      {"step_ms", "speed/step_ms"},
+      {"tokens", "speed/tokens"},
+      {"mfu", "speed/mfu"},
+      {"peak_bytes", "memory/peak_bytes"},
+      {"reserved_bytes", "memory/reserved_bytes"},
+      {"exposed_gather_ms", "exposed/gather_ms"},
+      {"exposed_reduce_ms", "exposed/reduce_ms"},
+      {"slowest_rank", "slow_ranks/slowest_rank"},
+      {"slowest_behind_ms", "slow_ranks/behind_ms"},
+      {"chosen", "preference/chosen"},
+      {"rejected", "preference/rejected"},
+      {"margin", "preference/margin"},
+      {"accuracy", "preference/accuracy"}};
+  if (const auto it = kTags.find(key); it != kTags.end()) return it->second;
+  if (key.starts_with(kValPrefix)) return "validation/" + key.substr(kValPrefix.size());
+  if (key.starts_with(kEvalPrefix)) return "eval/" + key.substr(kEvalPrefix.size());
+  return "run/" + key;
+}
+
+/// The numbers in a value of the line, under `tag`; elements of an array by their unit.
+void collect_scalars(const std::string& tag, const nlohmann::ordered_json& value,
+                     std::vector<EventScalar>& scalars) {
+  if (value.is_number()) {
+    scalars.push_back({tag, value.get<double>()});
+  } else if (value.is_object()) {
+    for (const auto& [key, member] : value.items()) {
+      collect_scalars(fmt::format("{}/{}", tag, key), member, scalars);
+    }
+  } else if (value.is_array()) {
+    for (const auto& element : value) {
+      if (!element.is_object()) continue;
+      const auto unit = element.find("unit");
+      if (unit == element.end()) continue;
+      collect_scalars(fmt::format("{}/{}", tag, unit->get<std::string>()), element, scalars);
+    }
+  }
+}
+
+}  // namespace
+
+std::string to_json(const StepMetrics& m) {
+  return json_of_step(m).dump();
+}
+
+std::vector<EventScalar> to_scalars(const StepMetrics& m, bool only_evaluation) {
+  std::vector<EventScalar> scalars;
+  const nlohmann::ordered_json object = json_of_step(m);
+  for (const auto& [key, value] : object.items()) {
+    if (key == "step" || (only_evaluation && !is_of_evaluation(key))) continue;
+    collect_scalars(value.is_structured() ? key : tag_of(key), value, scalars);
+  }
+  return scalars;
 }
 
 /// "  val_loss 2.5000  val_f1 0.5000", or "".
@@ -243,6 +324,8 @@ MetricsLog::MetricsLog(const Options& options)
     for (const auto& item : line.items()) is_open = is_open && !is_of_evaluation(item.key());
     if (is_open) open_step_ = line["step"].get<int64_t>();
   }
+  last_step_ = options.first_step;
+  if (options.has_events) events_ = std::make_unique<EventFile>(options.dir, last_step_ + 1);
 }
 
 MetricsLog::~MetricsLog() {
@@ -328,23 +411,52 @@ void MetricsLog::print_text(const std::string& text) {
   write_out(printable(text, "\n\t") + "\n");
 }
 
+/// A step that comes again after a rewind takes back what was said of it and of later ones.
+void MetricsLog::add_events(const StepMetrics& m, bool only_evaluation) {
+  if (!only_evaluation) {
+    if (events_ != nullptr && m.step <= last_step_) events_->restart(m.step);
+    last_step_ = m.step;
+  }
+  if (events_ != nullptr) events_->add_scalars(m.step, to_scalars(m, only_evaluation));
+}
+
+void MetricsLog::add_config(const std::string& text,
+                            const std::vector<std::pair<std::string, SettingValue>>& settings) {
+  if (events_ == nullptr) return;
+  events_->add_text(last_step_, "config", text);
+  events_->add_settings(last_step_, settings);
+}
+
+void MetricsLog::add_sample(int64_t step, const std::string& text) {
+  print_text(text);
+  if (events_ != nullptr) events_->add_text(step, "sample", text);
+}
+
 void MetricsLog::record(const StepMetrics& m) {
   append(to_json(m) + "\n");
   is_recorded_ = true;
+  add_events(m, false);
 }
 
 void MetricsLog::add_evaluation(int64_t step, std::optional<double> val_loss,
                                 const Figures& figures) {
   if (open_step_ == step) complete_line(val_loss, figures);
+  StepMetrics m;
+  m.step = step, m.val_loss = val_loss, m.figures = figures;
+  add_events(m, true);
   const std::string text = evaluation_text(val_loss, figures);
   if (!text.empty()) print(fmt::format("step {}/{}{}", step, options_.num_steps, text));
 }
 
 void MetricsLog::add(const StepMetrics& m) {
   if (is_recorded_) {
-    if (is_evaluated(m)) complete_line(m.val_loss, m.figures);
+    if (is_evaluated(m)) {
+      complete_line(m.val_loss, m.figures);
+      add_events(m, true);
+    }
   } else {
     append(to_json(m) + "\n");
+    add_events(m, false);
   }
   is_recorded_ = false;
   open_step_.reset();

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <chrono>
 #include <cstdint>
 #include <cstdio>
@@ -9,10 +10,14 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
-// What a run tells: a line a step, a progress bar on a terminal and `metrics.jsonl` in the output
-// directory. One rank writes them.
+#include "core/formats/event_file.h"
+#include "core/runtime/memory_timeline.h"
+
+// What a run tells: a line a step, a progress bar on a terminal, `metrics.jsonl` in the output
+// directory and, if asked for, an event file of TensorBoard there. One rank writes them.
 
 namespace tessera::apps {
 
@@ -26,7 +31,9 @@ struct StepMetrics {
   double tokens_per_second = 0;  ///< of all ranks, over the last steps
   int64_t peak_bytes = 0;        ///< of this rank's device allocator since the start
   int64_t reserved_bytes = 0;    ///< that it holds of the system's now, cached ones too
-  int64_t tokens = 0;            ///< trained on so far
+  /// At the moment of `peak_bytes`, what they were for.
+  std::array<int64_t, kNumMemoryClasses> peak_by_class{};
+  int64_t tokens = 0;  ///< trained on so far
   double step_ms = 0;
   std::optional<double> mfu;         ///< model FLOPs utilization, 1 = peak
   std::optional<double> loss_scale;  ///< of this step, where there is one
@@ -44,6 +51,10 @@ struct StepMetrics {
   std::optional<int> slowest_rank;
   double slowest_behind_ms = 0;
   bool is_slow = false;
+  /// Of one step a life of the run: bytes by class in the course of it.
+  std::shared_ptr<const MemoryTimeline::Result> memory_over_step;
+  /// Gradient norm of each unit before clipping, with `output.unit_norms`.
+  std::vector<std::pair<std::string, double>> unit_norms;
   std::optional<double> val_loss;
   struct Rewards {
     double chosen = 0, rejected = 0;  ///< means over the step's pairs
@@ -76,6 +87,10 @@ class StepRate {
 /// One JSON object, without a line end. Numbers have the fewest digits that read back as the same
 /// double; what JSON has no number for (NaN, infinity) is null.
 std::string to_json(const StepMetrics& metrics);
+/// Every number of that object by the tag that it has in TensorBoard, "loss/train",
+/// "memory/activations", "unit_norms/blocks.0"; of the
+/// evaluation alone with `only_evaluation`.
+std::vector<EventScalar> to_scalars(const StepMetrics& metrics, bool only_evaluation = false);
 /// "step   100/2000  loss 2.4531  grad_norm 0.812  lr 1.00e-03  12.3k tok/s  peak 0.12 GiB".
 std::string to_line(const StepMetrics& metrics, int64_t num_steps);
 /// "[=====>    ]  50%  step 100/200  loss 2.4531  0:42 left", `width` characters at most: on a
@@ -104,9 +119,11 @@ class MetricsLog {
     /// Called once when nobody reads `out` any more. A terminal that is gone is none of these: the
     /// system says so by SIGHUP, unless the run is meant to go on without it.
     std::function<void()> on_out_closed = {};
+    bool has_events = false;  ///< writes an event file of TensorBoard too
   };
 
-  /// Starts `metrics.jsonl` anew, but for the lines of steps up to `first_step`.
+  /// Starts `metrics.jsonl` anew, but for the lines of steps up to `first_step`. An event file is a
+  /// new one; what earlier ones say of later steps is taken back.
   explicit MetricsLog(const Options& options);
   ~MetricsLog();
   MetricsLog(const MetricsLog&) = delete;
@@ -123,14 +140,20 @@ class MetricsLog {
   /// Lines of text, above the progress bar. What names in them would do to a terminal is escaped,
   /// each line is cut to `kMaxLineShown` (core/text.h).
   void print(const std::string& lines);
-  /// Text of any length, such as a sample, escaped.
+  /// Text of any length, escaped.
   void print_text(const std::string& text);
+  /// A text that the model wrote after `step`.
+  void add_sample(int64_t step, const std::string& text);
+  /// The resolved configuration, and of it what the user has set: of the event file alone.
+  void add_config(const std::string& text,
+                  const std::vector<std::pair<std::string, SettingValue>>& settings);
 
  private:
   void clear_bar();
   void append(std::string_view line);
   void write_at(int64_t offset, std::string_view text);
   void complete_line(std::optional<double> val_loss, const Figures& figures);
+  void add_events(const StepMetrics& metrics, bool only_evaluation);
   [[noreturn]] void fail(int error) const;
   void write_out(const std::string& text);
 
@@ -139,8 +162,9 @@ class MetricsLog {
   int64_t nbytes_ = 0;                // of whole lines
   bool is_recorded_ = false;          // the last line is of the step that `add` will be called for
   std::optional<int64_t> open_step_;  // of the last line of an earlier life, without an evaluation
+  std::unique_ptr<EventFile> events_;
   std::chrono::steady_clock::time_point start_;
-  int64_t first_step_ = 0;
+  int64_t first_step_ = 0, last_step_ = 0;
   bool bar_is_shown_ = false, is_out_gone_ = false;
 };
 

@@ -19,6 +19,7 @@
 #include "core/check.h"
 #include "core/fatal_signals.h"
 #include "core/files.h"
+#include "core/formats/event_file.h"
 #include "core/formats/strict_json.h"
 #include "core/log.h"
 #include "core/text.h"
@@ -518,7 +519,10 @@ void RunDir::begin(int64_t step, const std::string& from, const std::string& run
     const bool starts_anew = from.empty() || config_.checkpoint.resume != "auto";
     if (has_earlier_ && may_replace && starts_anew) {
       remove_newer(is_in_place ? step : -1);
-      if (!is_in_place) fs::remove(out + "/metrics.jsonl");
+      if (!is_in_place) {
+        fs::remove(out + "/metrics.jsonl");
+        remove_event_files(out);
+      }
     }
     write_status(out, RunState::kRunning, step);
     write_file_atomically(out + "/config.toml", dump_config(config_));

@@ -51,8 +51,11 @@ struct PendingStep {
   int64_t num_targets = 1;     // that count, over all ranks
   std::vector<Tensor> losses;  // sums of this rank's micro-batches
   HostCopy loss_sum, grad_norm, found_inf;
-  HostCopy loss_scale;           // of this step; undefined without one
-  std::vector<HostCopy> extras;  // what the losses of this rank's micro-batches say besides
+  HostCopy loss_scale;             // of this step; undefined without one
+  std::vector<HostCopy> extras;    // what the losses of this rank's micro-batches say besides
+  std::vector<std::string> units;  // whose norms are in:
+  HostCopy unit_norms;
+  std::shared_ptr<const MemoryTimeline::Result> memory;
   std::shared_ptr<const dist::ExposedTimes> exposed;
   std::optional<double> spike;  // standard deviations; nothing was applied
   Event done;
@@ -177,8 +180,9 @@ class Trainer {
   std::optional<InputError> data_error_;  // there are none
   std::optional<dist::LossScaler> scaler_;
   TrainResult result_;
-  int64_t step_ = 0;         // steps submitted
-  int64_t next_sample_ = 0;  // global: the first of the next step
+  int64_t step_ = 0;           // steps submitted
+  int64_t num_submitted_ = 0;  // in this life
+  int64_t next_sample_ = 0;    // global: the first of the next step
   std::optional<PendingStep> pending_;
   int64_t num_skipped_ = 0;
   int64_t skips_in_a_row_ = 0, spikes_in_a_row_ = 0;
@@ -302,13 +306,15 @@ void Trainer::resume() {
   work_.begin_run();
   world_.control().verdict([&] {
     if (world_.rank() != 0) return;
-    log_ = std::make_unique<MetricsLog>(MetricsLog::Options{
-        .dir = config_.output.dir,
-        .num_steps = config_.train.steps,
-        .log_every = config_.train.log_every,
-        .progress_bar = prints_to_terminal(),
-        .first_step = step_,
-        .on_out_closed = [] { request_preemption("a closed standard output"); }});
+    log_ = std::make_unique<MetricsLog>(
+        MetricsLog::Options{.dir = config_.output.dir,
+                            .num_steps = config_.train.steps,
+                            .log_every = config_.train.log_every,
+                            .progress_bar = prints_to_terminal(),
+                            .first_step = step_,
+                            .on_out_closed = [] { request_preemption("a closed standard output"); },
+                            .has_events = config_.output.tensorboard});
+    log_->add_config(dump_config(config_), given_settings(config_));
     for (const std::string& dir : {config_.output.dir, checkpoints_.dir()}) {
       work_.write_companions(dir);
     }
@@ -431,6 +437,15 @@ void Trainer::read_first_batches() {
 PendingStep Trainer::submit_step(int64_t step) {
   inject_faults(step + 1);
   PendingStep pending;
+  // Of the third step, when all that stays is there.
+  std::optional<MemoryTimeline> timeline;
+  if (log_ != nullptr && num_submitted_++ == 2) {
+    constexpr size_t kMaxPoints = 200;
+    timeline.emplace(*Context::current()->allocator(), kMaxPoints);
+  }
+  const auto begin_phase = [&](const char* name) {
+    if (timeline) timeline->mark(name);
+  };
   pending.step = step + 1;
   pending.first_sample = next_sample_;
   pending.num_targets = samples_.num_targets(next_sample_, samples_per_step_);
@@ -445,7 +460,9 @@ PendingStep Trainer::submit_step(int64_t step) {
                       .sample_offset = offset};
     fsdp_->begin_micro_batch(static_cast<int>(pass), static_cast<int>(grad_accum_steps_));
     const Batch& batch = batches_[static_cast<size_t>(pass)];
+    begin_phase("forward");
     const LossSum loss = work_.loss(batch, grad_scale, pending.extras);
+    begin_phase("backward");
     backward(loss.sum, grad_scale);
     pending.losses.push_back(loss.sum.detach().view({1}));
   }
@@ -456,6 +473,11 @@ PendingStep Trainer::submit_step(int64_t step) {
   pending.loss_sum = HostCopy(loss_sum);
   const dist::ClippedNorm clip =
       fsdp_->clip_grad_norm(config_.optim.clip, config_.optim.clip_p, scaler_->scale());
+  if (config_.output.unit_norms) {
+    dist::UnitNorms of_units = fsdp_->unit_norms(clip, config_.optim.clip_p, scaler_->scale());
+    pending.units = std::move(of_units.units);
+    pending.unit_norms = HostCopy(of_units.norms);
+  }
   include_loss(clip, loss_sum);
   Tensor skip = clip.found_inf;
   if (guard_.is_on()) {
@@ -465,6 +487,7 @@ PendingStep Trainer::submit_step(int64_t step) {
       skip = full({}, 1, kU8);
     }
   }
+  begin_phase("optimizer");
   pending.lr = schedule_->lr(step);
   state_guard_->before_update(step + 1);
   optimizer_->step(static_cast<float>(pending.lr), clip.factor, skip);
@@ -478,6 +501,7 @@ PendingStep Trainer::submit_step(int64_t step) {
   pending.found_inf = HostCopy(clip.found_inf);
   if (world_.world_size() > 1) pending.exposed = fsdp_->exposed_times();
   pending.done = current_stream().record();
+  if (timeline) pending.memory = std::make_shared<MemoryTimeline::Result>(timeline->result());
   return pending;
 }
 
@@ -490,6 +514,12 @@ StepMetrics Trainer::finish_step(const PendingStep& pending) {
   m.loss = pending.loss_sum.item() / static_cast<double>(pending.num_targets);
   m.grad_norm = pending.grad_norm.item();
   work_.add_metrics(m, pending.extras, world_);
+  if (pending.unit_norms.is_defined()) {
+    const auto* const norms = static_cast<const float*>(pending.unit_norms.data());
+    for (size_t i = 0; i < pending.units.size(); ++i) {
+      m.unit_norms.emplace_back(pending.units[i], norms[i]);
+    }
+  }
   m.tokens = (pending.first_sample + samples_per_step_) * tokens_per_sample_;
   if (pending.exposed != nullptr) {
     m.exposed_gather_ms = pending.exposed->gather_ms();
@@ -519,6 +549,8 @@ StepMetrics Trainer::finish_step(const PendingStep& pending) {
   }
   const AllocatorStats memory = Context::current()->allocator()->stats();
   m.peak_bytes = memory.peak_allocated;
+  m.peak_by_class = memory.peak_by_class;
+  m.memory_over_step = pending.memory;
   m.reserved_bytes = memory.reserved;
   const double flops = work_.flops_per_token();
   if (config_.output.peak_tflops > 0 && flops > 0) {
@@ -856,11 +888,11 @@ void Trainer::save_end() {
 void Trainer::end_run() {
   write_trace();
   if (!is_end_saved_) save_end();
-  world_.control().verdict(log_error_ ? &*log_error_ : nullptr);
   work_.show_model(*fsdp_, world_, [&](const std::string& text) {
-    if (log_ != nullptr) log_->print_text(text);
+    write_log([&] { log_->add_sample(step_, text); });
   });
   checkpoints_.finish();
+  world_.control().verdict(log_error_ ? &*log_error_ : nullptr);
 }
 
 using TrainingRun = Trainer;

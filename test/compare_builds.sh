@@ -52,7 +52,8 @@ import struct
 import sys
 
 TIMES = {"tokens_per_second", "peak_bytes", "reserved_bytes", "step_ms", "mfu", "exposed_gather_ms",
-         "exposed_reduce_ms", "exposed_units", "slowest_rank", "slowest_behind_ms"}
+         "exposed_reduce_ms", "exposed_units", "slowest_rank", "slowest_behind_ms", "memory",
+         "memory_over_step"}
 
 
 def metrics(directory):

@@ -1,6 +1,8 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
+#include <vector>
 
 #include "core/tensor.h"
 
@@ -14,6 +16,13 @@ struct ClippedNorm {
   /// Elements of `ignored` parameters that require a gradient: it is neither in the norm nor
   /// clipped.
   int64_t num_left_out = 0;
+  Tensor partials = {};  ///< f64: what `norm` was combined from, for `Fsdp::unit_norms`
+};
+
+/// Norms before clipping of the units that have trainable parameters.
+struct UnitNorms {
+  std::vector<std::string> units;
+  Tensor norms;  ///< f32 [units]
 };
 
 }  // namespace tessera::dist

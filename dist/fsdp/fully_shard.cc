@@ -71,6 +71,10 @@ ClippedNorm Fsdp::clip_grad_norm(double max_norm, double p, const Tensor& loss_s
   return clip;
 }
 
+UnitNorms Fsdp::unit_norms(const ClippedNorm& clip, double p, const Tensor& loss_scale) const {
+  return parts_->grad_norm->by_unit(clip, p, loss_scale);
+}
+
 void Fsdp::end_step() {
   parts_->life->check("Fsdp::end_step");
   parts_->life->end_step();

@@ -61,6 +61,10 @@ class Fsdp {
   /// undefined: 1) is what backward started with beyond the true gradient; the norm is that of the
   /// true gradients and the factor turns the scaled ones into true, clipped ones.
   ClippedNorm clip_grad_norm(double max_norm, double p = 2.0, const Tensor& loss_scale = {});
+  /// The norms of single units in what `clip_grad_norm` has just taken with the same `p` and
+  /// `loss_scale`; no rank asks another one. Device values, on the compute stream.
+  UnitNorms unit_norms(const ClippedNorm& clip, double p = 2.0,
+                       const Tensor& loss_scale = {}) const;
   /// Call after the optimizer's step: gradients start from zero, gathers wait for the new shards,
   /// and the ranks compare what they have issued (CommError with status 6 if it differs).
   void end_step();

@@ -14,8 +14,10 @@ GradNorm::GradNorm(const std::vector<std::unique_ptr<Unit>>& units, const Policy
   const MemoryScope scope(MemoryClass::kOther);  // tables of segments
   const int64_t num_chunks = policy.num_norm_chunks();
   for (const auto& unit : units) {
+    if (unit->plan().is_trainable()) unit_groups_.push_back({unit->name()});
     for (Group& g : unit->groups()) {
       if (!g.layout.is_trainable) continue;
+      ++unit_groups_.back().num_groups;
       const int64_t begin = unit->shard_begin(g), own = begin + unit->own_begin(g);
       const int64_t numel = unit->own_numel(g) / num_chunks;
       for (int64_t c = 0; c < num_chunks; ++c) {
@@ -72,10 +74,27 @@ ClippedNorm GradNorm::take(double max_norm, double p, const Tensor& loss_scale, 
                           {chunks, num_parts, shard_size * num_parts, 1},
                           false});
   ClippedNorm clip{empty({}, kF32), empty({}, kF32), empty({}, kU8)};
+  clip.partials = ordered;
   combine_norms(clip.norm, ordered.view({-1}), p);
   unscale_norm(clip.norm, clip.factor, clip.found_inf, loss_scale, policy_.grad_factor,
                max_norm > 0 ? max_norm : std::numeric_limits<double>::infinity());
   return clip;
+}
+
+UnitNorms GradNorm::by_unit(const ClippedNorm& clip, double p, const Tensor& loss_scale) const {
+  UnitNorms all;
+  all.norms = empty({std::ssize(unit_groups_)}, kF32);
+  const Tensor factor = empty({}, kF32), found_inf = empty({}, kU8);  // of no interest
+  int64_t first = 0;
+  for (const UnitGroups& u : unit_groups_) {
+    const Tensor norm = all.norms.narrow(0, std::ssize(all.units), 1);
+    combine_norms(norm, clip.partials.narrow(0, first, u.num_groups).view({-1}), p);
+    unscale_norm(norm, factor, found_inf, loss_scale, policy_.grad_factor,
+                 std::numeric_limits<double>::infinity());
+    first += u.num_groups;
+    all.units.push_back(u.unit);
+  }
+  return all;
 }
 
 }  // namespace tessera::dist

@@ -24,11 +24,17 @@ class GradNorm {
 
   /// `Fsdp::clip_grad_norm`, of gradients that are complete.
   ClippedNorm take(double max_norm, double p, const Tensor& loss_scale, int64_t step);
+  /// `Fsdp::unit_norms`.
+  UnitNorms by_unit(const ClippedNorm& clip, double p, const Tensor& loss_scale) const;
 
  private:
   struct Part {
     Group* group;
     Tensor grad, segments;  // a chunk of this rank's own, and its parameters in it
+  };
+  struct UnitGroups {
+    std::string unit;
+    int64_t num_groups = 0;  // trainable ones
   };
   void take_partial(const Part& part, const Tensor& into, double p);
 
@@ -36,6 +42,7 @@ class GradNorm {
   const Policy& policy_;
   Scalars& scalars_;
   std::vector<Part> parts_;
+  std::vector<UnitGroups> unit_groups_;  // in their order
 };
 
 }  // namespace tessera::dist

@@ -8,6 +8,7 @@
 #include <nlohmann/json.hpp>
 
 #include "core/random.h"
+#include "test/core/formats/event_reader.h"
 #include "test/temp_dir.h"
 #include "test/testing.h"
 
@@ -240,6 +241,143 @@ TEST_CASE("metrics: a recorded line is completed with its validation loss", "[me
     CHECK(std::ftell(quiet) == 0);  // which are printed apart
     std::fclose(quiet);
   }
+}
+
+namespace {
+
+/// All that a line may have.
+StepMetrics full_example(int64_t step) {
+  StepMetrics m = example();
+  m.step = step, m.tokens = 4096 * step, m.step_ms = 12.5, m.reserved_bytes = 1 << 28;
+  m.peak_by_class = {6, 5, 4, 3, 2, 1};
+  m.mfu = 0.5, m.loss_scale = 1024, m.skipped = 2;
+  m.exposed_gather_ms = 1.5, m.exposed_reduce_ms = 2.5;
+  m.exposed_units = {{"blocks.0", 1, 2}, {"head", 0.5, 0.25}};
+  m.slowest_rank = 3, m.slowest_behind_ms = 4;
+  MemoryTimeline::Result timeline{{{1, 2, 3, 4, 5, 6}}, {{0, "forward"}}};
+  m.memory_over_step = std::make_shared<MemoryTimeline::Result>(std::move(timeline));
+  m.unit_norms = {{"blocks.0", 0.25}, {"head", 0.5}};
+  m.val_loss = 2.25;
+  m.rewards = StepMetrics::Rewards{0.5, 0.125, 0.75};
+  m.figures = {{"val_f1", 0.375}, {"eval.piqa.acc", 0.625}};
+  return m;
+}
+
+}  // namespace
+
+TEST_CASE("metrics: each number of a line has a tag in the event file", "[metrics]") {
+  const testing::TempDir dir;
+  std::FILE* out = std::tmpfile();
+  {
+    MetricsLog log({.dir = dir.path(), .num_steps = 2, .out = out, .has_events = true});
+    log.add_config("a = 1", {{"optim.lr", 1e-3}});
+    for (int64_t step : {1, 2}) log.add(full_example(step));
+    log.add_sample(2, "a text");
+  }
+  std::fclose(out);
+  const std::map<std::string, float> expected = {{"loss/train", 2.45312f},
+                                                 {"loss/validation", 2.25f},
+                                                 {"optimizer/grad_norm", 0.81234f},
+                                                 {"optimizer/lr", 1e-3f},
+                                                 {"optimizer/loss_scale", 1024},
+                                                 {"optimizer/skipped", 2},
+                                                 {"speed/tokens_per_second", 12345},
+                                                 {"speed/step_ms", 12.5f},
+                                                 {"speed/tokens", 8192},
+                                                 {"speed/mfu", 0.5f},
+                                                 {"memory/peak_bytes", 1 << 27},
+                                                 {"memory/reserved_bytes", 1 << 28},
+                                                 {"memory/parameters", 6},
+                                                 {"memory/gradients", 5},
+                                                 {"memory/optimizer", 4},
+                                                 {"memory/gathered", 3},
+                                                 {"memory/activations", 2},
+                                                 {"memory/other", 1},
+                                                 {"exposed/gather_ms", 1.5f},
+                                                 {"exposed/reduce_ms", 2.5f},
+                                                 {"exposed_units/blocks.0/gather_ms", 1},
+                                                 {"exposed_units/blocks.0/reduce_ms", 2},
+                                                 {"exposed_units/head/gather_ms", 0.5f},
+                                                 {"exposed_units/head/reduce_ms", 0.25f},
+                                                 {"slow_ranks/slowest_rank", 3},
+                                                 {"slow_ranks/behind_ms", 4},
+                                                 {"unit_norms/blocks.0", 0.25f},
+                                                 {"unit_norms/head", 0.5f},
+                                                 {"preference/chosen", 0.5f},
+                                                 {"preference/rejected", 0.125f},
+                                                 {"preference/margin", 0.375f},
+                                                 {"preference/accuracy", 0.75f},
+                                                 {"validation/f1", 0.375f},
+                                                 {"eval/piqa.acc", 0.625f}};
+  std::map<std::string, float> shown;
+  for (const auto& [tag, steps] : testing::shown_scalars(dir.path())) {
+    CAPTURE(tag);
+    CHECK(steps.size() == 2);
+    shown[tag] = steps.at(2);
+  }
+  CHECK(shown == expected);
+  const auto events = testing::read_events(testing::event_files(dir.path()).at(0));
+  CHECK(events.at(1).step == 1);
+  CHECK(events.at(2).texts.at("config") == "    a = 1");
+  CHECK(std::get<double>(events.at(3).settings.at("optim.lr")) == 1e-3);
+  CHECK(events.back().step == 2);
+  CHECK(events.back().texts.at("sample") == "    a text");
+}
+
+TEST_CASE("metrics: a resume, a rewind and a late validation loss are told to the event file",
+          "[metrics]") {
+  const testing::TempDir dir;
+  std::FILE* out = std::tmpfile();
+  const auto of_step = [](int64_t step, double loss) {
+    StepMetrics m = example();
+    m.step = step, m.loss = loss;
+    return m;
+  };
+  const auto shown = [&](const char* tag) { return testing::shown_scalars(dir.path())[tag]; };
+  const auto log_of = [&](int64_t first_step) {
+    return std::make_unique<MetricsLog>(MetricsLog::Options{.dir = dir.path(),
+                                                            .num_steps = 9,
+                                                            .out = out,
+                                                            .first_step = first_step,
+                                                            .has_events = true});
+  };
+  {
+    const auto log = log_of(0);
+    for (int64_t step = 1; step <= 4; ++step) log->add(of_step(step, 1));
+    log->add(of_step(3, 2));  // after a rewind
+    CHECK(shown("loss/train") == std::map<int64_t, float>{{1, 1}, {2, 1}, {3, 2}});
+    StepMetrics last = of_step(4, 2);
+    log->record(last);
+    last.val_loss = 5;
+    log->add(last);
+    CHECK(shown("loss/train").size() == 4);
+    CHECK(shown("loss/validation") == std::map<int64_t, float>{{4, 5}});
+  }
+  const auto log = log_of(2);
+  CHECK(shown("loss/train") == std::map<int64_t, float>{{1, 1}, {2, 1}});
+  CHECK(shown("loss/validation").empty());
+  log->add_evaluation(2, 6, {{"val_f1", 0.5}});
+  log->add(of_step(3, 3));
+  CHECK(shown("loss/train") == std::map<int64_t, float>{{1, 1}, {2, 1}, {3, 3}});
+  CHECK(shown("loss/validation") == std::map<int64_t, float>{{2, 6}});
+  CHECK(shown("validation/f1") == std::map<int64_t, float>{{2, 0.5}});
+  std::fclose(out);
+}
+
+TEST_CASE("metrics: an event file that cannot be begun is an error before the first step",
+          "[metrics]") {
+  const testing::TempDir dir;
+  rlimit before{};
+  getrlimit(RLIMIT_FSIZE, &before);
+  const auto old_action = std::signal(SIGXFSZ, SIG_IGN);
+  const rlimit limit{40, before.rlim_max};
+  setrlimit(RLIMIT_FSIZE, &limit);
+  const std::string error = error_of([&] { MetricsLog({.dir = dir.path(), .has_events = true}); });
+  setrlimit(RLIMIT_FSIZE, &before);
+  std::signal(SIGXFSZ, old_action);
+  CHECK(error.starts_with(dir / "events.out.tfevents."));
+  CHECK(error.ends_with(": cannot be written: File too large"));
+  CHECK(testing::event_files(dir.path()).empty());
 }
 
 TEST_CASE("metrics: what is printed cannot steer the terminal", "[metrics]") {

@@ -17,6 +17,7 @@
 #include "dist/checkpoint/reader.h"
 #include "dist/comm/local.h"
 #include "test/apps/runs.h"
+#include "test/core/formats/event_reader.h"
 #include "test/temp_dir.h"
 #include "test/testing.h"
 
@@ -126,6 +127,72 @@ TEST_CASE("resume: 20 steps on 4 ranks are 10, a checkpoint, and 10 more, to the
       CHECK(steps[i].value(key, 0.0) == whole[i].value(key, 0.0));
     }
   }
+}
+
+TEST_CASE(
+    "resume: the event file has every tag and step of the log, over a resume and an overwrite",
+    "[resume]") {
+  const std::vector<std::string> keys = {"--output.tensorboard=true", "--output.unit_norms=true",
+                                         "--train.eval_every=5", "--checkpoint.best=false",
+                                         "--sample.tokens=5"};
+  const SavedRun saved(2, keys);
+  const std::string out = saved.copy("again");
+  train_on(2, saved.resumed(out, keys));
+  CHECK(testing::event_files(out).size() == 2);
+  // Numbers of a line, but for the step and what is no value of a step.
+  const std::function<size_t(const nlohmann::json&)> count = [&](const nlohmann::json& value) {
+    size_t sum = value.is_number() ? 1 : 0;
+    for (const auto& [key, member] : value.items()) {
+      if (value.is_structured() && key != "step" && key != "memory_over_step") sum += count(member);
+    }
+    return sum;
+  };
+  const auto check_run = [&](const std::string& dir) {
+    const auto shown = testing::shown_scalars(dir);
+    const auto at = [&](const std::string& tag, int64_t step) { return shown.at(tag).at(step); };
+    const auto lines = read_metrics(dir);
+    REQUIRE(lines.size() == kSteps);
+    for (const auto& line : lines) {
+      const auto step = line["step"].get<int64_t>();
+      CAPTURE(dir, step);
+      size_t num_shown = 0;
+      for (const auto& [_, steps] : shown) num_shown += steps.count(step);
+      CHECK(num_shown == count(line));
+      CHECK(at("loss/train", step) == line["loss"].get<float>());
+      CHECK(at("optimizer/grad_norm", step) == line["grad_norm"].get<float>());
+      CHECK(at("exposed/gather_ms", step) == line["exposed_gather_ms"].get<float>());
+      CHECK(line.contains("val_loss") == (step % 5 == 0));
+      if (step % 5 == 0) CHECK(at("loss/validation", step) == line["val_loss"].get<float>());
+      double bytes = 0, squares = 0;
+      for (const auto& [name, value] : line["memory"].items()) {
+        bytes += value.get<double>();
+        CHECK(at("memory/" + name, step) == value.get<float>());
+      }
+      CHECK(bytes == line["peak_bytes"].get<double>());
+      for (const auto& [unit, value] : line["unit_norms"].items()) {
+        squares += value.get<double>() * value.get<double>();
+        CHECK(at("unit_norms/" + unit, step) == value.get<float>());
+      }
+      CHECK(line["unit_norms"].size() == 4);  // embedding, two blocks, head
+      CHECK(std::sqrt(squares) == Approx(line["grad_norm"].get<double>()).epsilon(1e-5));
+    }
+    const auto events = testing::read_events(testing::event_files(dir).back());
+    CHECK(events.at(2).texts.at("config").find("tensorboard = true") != std::string::npos);
+    CHECK(std::get<bool>(events.at(3).settings.at("output.tensorboard")));
+    CHECK(events.back().texts.count("sample") == 1);
+  };
+  check_run(out);
+  auto anew = keys;
+  anew.insert(anew.end(), {"--output.dir=" + out, "--output.overwrite=true"});
+  train_on(2, small_config(saved.dir, anew));
+  CHECK(testing::event_files(out).size() == 1);
+  check_run(out);
+  // How the bytes change in the course of the third step.
+  const auto over_step = read_metrics(out).at(2)["memory_over_step"];
+  CHECK(over_step["classes"].size() == 6);
+  CHECK(over_step["bytes"].size() > 20);
+  CHECK(over_step["marks"].size() == 25);  // forward and backward of 12 micro-batches, optimizer
+  CHECK(over_step["marks"][1]["begins"] == "backward");
 }
 
 TEST_CASE("resume: case 35: uneven shards on the same ranks go on with the same bits", "[resume]") {

@@ -295,6 +295,22 @@ def both(*checks):
     return lambda a, b: all(check(a, b) for check in checks)
 
 
+def has_event_file(a, b):
+    """One, whose records have the losses of the log."""
+    found = [f for f in b.files() if "tfevents" in f]
+    if len(found) != 1 or any("tfevents" in f for f in a.files()):
+        return False
+    with open(os.path.join(b.dir, found[0]), "rb") as file:
+        content = file.read()
+    return all(b"loss/train\x15" + struct.pack("<f", loss) in content for loss in b.values("loss"))
+
+
+def norms_of_units(a, b):
+    return not any("unit_norms" in s for s in a.steps) and all(
+        len(s["unit_norms"]) > 2 and
+        abs(sum(n * n for n in s["unit_norms"].values()) ** 0.5 / s["grad_norm"] - 1) < 1e-5 for s in b.steps)
+
+
 def exits_with(status):
     return lambda a, b: b.status == status
 
@@ -659,6 +675,8 @@ ROWS = [
     Row("output.peak_tflops", 0.001, mfu_is_right, same=True),
     Row("checkpoint.per_epoch", 91, lambda a, b: b.saved_steps() == [3],
         {"checkpoint.last": "false", "checkpoint.best": "false"}, same=True),
+    Row("output.tensorboard", "true", has_event_file, same=True),
+    Row("output.unit_norms", "true", norms_of_units, ranks=2, same=True),
     Row("checkpoint.every", 2, lambda a, b: b.saved_steps() == [2, 4], same=True),
     Row("checkpoint.every_minutes", 1e-5, lambda a, b: len(b.saved_steps()) > len(a.saved_steps()) == 1,
         same=True),

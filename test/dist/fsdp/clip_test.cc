@@ -99,6 +99,53 @@ TEST_CASE("clip: a norm of 5 is reported as 5 and clipped to 1 by a factor of 0.
   }
 }
 
+namespace {
+
+/// Two units: of gradients 2, 2, 2 and of 300 ones.
+class TwoUnits : public nn::Module {
+ public:
+  Tensor forward() {
+    const std::vector<Tensor> twos = {full({3}, 2)}, ones = {full({300}, 1)};
+    return add(first_(twos), second_(ones));
+  }
+
+ private:
+  nn::Child<Weights> first_{this, "first", std::vector<int64_t>{3}};
+  nn::Child<Weights> second_{this, "second", std::vector<int64_t>{300}};
+};
+
+}  // namespace
+
+TEST_CASE("clip: the norms of units are those of their parameters, under a loss scale too",
+          "[fsdp]") {
+  for (const Strategy strategy : kStrategies) {
+    for (const int world_size : {1, 2, 4}) {
+      dist::run_ranks(world_size, [&](dist::World& world) {
+        TwoUnits net;
+        dist::FsdpOptions options = options_of(strategy, world_size);
+        options.wrap = dist::wrap::by_class<Weights>();
+        const auto fsdp = dist::fully_shard(net, world, options);
+        fsdp->initialize(1);
+        backward(nn::call(net), full({}, 8.0 / world_size));
+        const Tensor scale = full({}, 8);
+        for (const auto& [p, first, second] : {std::tuple{1.0, 6.0, 300.0},
+                                               {2.0, std::sqrt(12.0), std::sqrt(300.0)},
+                                               {kInfinity, 2.0, 1.0}}) {
+          const dist::ClippedNorm clip = fsdp->clip_grad_norm(1e-3, p, scale);
+          const dist::UnitNorms of_units = fsdp->unit_norms(clip, p, scale);
+          INFO(name_of(strategy) << " world " << world_size << " p " << p);
+          CHECK(of_units.units == std::vector<std::string>{"first", "second"});
+          const std::vector<double> norms = of_units.norms.to_vector();
+          REQUIRE(norms.size() == 2);
+          CHECK(norms[0] == Approx(first).epsilon(1e-6));
+          CHECK(norms[1] == Approx(second).epsilon(1e-6));
+        }
+        fsdp->end_step();
+      });
+    }
+  }
+}
+
 TEST_CASE("clip: a step without a backward has gradients of zero, whatever the last one had",
           "[fsdp]") {
   for (const Strategy strategy : kStrategies) {
