@@ -248,6 +248,12 @@ void check_schedule(const Config& config) {
     fail_at(config, "optim.final_lr", "optim.final_lr = {}, expected at most optim.lr = {}",
             schedule.final_lr, schedule.peak_lr);
   }
+  if (schedule.kind == optim::ScheduleKind::kRangeTest && schedule.first_lr >= schedule.peak_lr) {
+    fail_at(
+        config, "optim.first_lr",
+        "optim.first_lr = {} with optim.schedule = range_test, expected less than optim.lr = {}",
+        schedule.first_lr, schedule.peak_lr);
+  }
   if (o.clip_p > kMaxNormPower && !std::isinf(o.clip_p)) {
     fail_at(config, "optim.clip_p",
             "optim.clip_p = {}, expected at most {}, whose powers f64 can hold, or inf", o.clip_p,
@@ -386,7 +392,9 @@ std::string derived_defaults(const Config& config) {
     all.push_back(fmt::format("optim.lr = {} (that of fine-tuning, since model.from is given)",
                               o.schedule.peak_lr));
   }
-  if (!config.is_given("optim.final_lr") && o.schedule.kind != optim::ScheduleKind::kConstant) {
+  const bool ends_at_final = o.schedule.kind != optim::ScheduleKind::kConstant &&
+                             o.schedule.kind != optim::ScheduleKind::kRangeTest;
+  if (!config.is_given("optim.final_lr") && ends_at_final) {
     all.push_back(fmt::format("optim.final_lr = {} (a tenth of optim.lr)", o.schedule.final_lr));
   }
   if (o.name == OptimizerName::kLion && !config.is_given("optim.beta2")) {

@@ -490,25 +490,32 @@ void add_optim(ConfigTable& t, Config& c) {
       .also("learning_rate");
   t.add("optim.final_lr", o.schedule.final_lr, kNotNegative,
         "learning rate at the last step, absolute; not given: a tenth of optim.lr")
-      .needs(kind != Kind::kConstant, "optim.schedule = linear, cosine or wsd")
+      .needs(kind != Kind::kConstant && kind != Kind::kRangeTest,
+             "optim.schedule = linear, cosine or wsd")
       .also("min_lr_factor min_lr");
   t.add("optim.warmup_steps", o.schedule.warmup_steps, at_least(0),
         "steps of the linear warm-up from 0 to optim.lr")
-      .needs(o.schedule.warmup_steps <= c.train.steps,
-             "at least as many train.steps, else optim.lr is never reached")
+      .needs(o.schedule.warmup_steps <= c.train.steps && kind != Kind::kRangeTest,
+             "at least as many train.steps, else optim.lr is never reached; no range_test")
       .also("warmup_iters");
   t.add(
        "optim.warmup_ratio", o.warmup_ratio, {0, 1},
        "share of train.steps that the warm-up takes, rounded up, which sets optim.warmup_steps; 0: "
        "optim.warmup_steps as it is")
+      .needs(kind != Kind::kRangeTest, "optim.schedule other than range_test")
       .also("warmup_fraction");
+  t.add("optim.first_lr", o.schedule.first_lr, kF32Positive,
+        "schedule range_test: learning rate of the first step, from which it rises exponentially "
+        "to optim.lr; tessera-report draws the losses over the rates")
+      .needs(kind == Kind::kRangeTest, "optim.schedule = range_test");
   t.add("optim.decay_steps", o.schedule.decay_steps, at_least(0),
         "schedule wsd: steps of the decay at the end; 0: a fifth of train.steps")
       .needs(kind == Kind::kWsd && o.schedule.decay_steps <= steps_to_decay,
              "optim.schedule = wsd and at least as many steps after the warm-up")
       .also("decay_ratio");
   t.add("optim.schedule", o.schedule.kind, "learning rate schedule after the warm-up")
-      .needs(steps_to_decay > 0 || kind == Kind::kConstant, "train.steps > optim.warmup_steps")
+      .needs(steps_to_decay > 0 || kind == Kind::kConstant || kind == Kind::kRangeTest,
+             "train.steps > optim.warmup_steps")
       .also("lr_scheduler_type");
   t.add("optim.beta1", o.adamw.beta1, kFraction,
         "adamw: decay rate of the first moment; lion: of the momentum in the update")
@@ -699,6 +706,12 @@ void add_output(ConfigTable& t, Config& c) {
         "are then removed; not stored")
       .not_stored()
       .also("overwrite_output_dir");
+  t.add("output.tensorboard", c.output.tensorboard,
+        "also writes an event file of TensorBoard into output.dir: all of metrics.jsonl, the "
+        "configuration, the sample")
+      .also("report_to enable_tensorboard tensorboard_dir logging_dir");
+  t.add("output.unit_norms", c.output.unit_norms,
+        "gradient norm of each unit in each line of metrics.jsonl");
   t.add("output.peak_tflops", c.output.peak_tflops, kNotNegative,
         "peak TFLOP/s of one rank's device, for MFU in the log; 0: no MFU")
       .of_one_rank();
@@ -706,12 +719,6 @@ void add_output(ConfigTable& t, Config& c) {
 
 void add_checkpoint(ConfigTable& t, Config& c) {
   CheckpointConfig& k = c.checkpoint;
-  t.add("output.tensorboard", c.output.tensorboard,
-        "also writes an event file of TensorBoard into output.dir: all of metrics.jsonl, the "
-        "configuration, the sample")
-      .also("report_to enable_tensorboard tensorboard_dir logging_dir");
-  t.add("output.unit_norms", c.output.unit_norms,
-        "gradient norm of each unit in each line of metrics.jsonl");
   t.add("checkpoint.every", k.every, at_least(0),
         "steps from one checkpoint to the next; 0: none by steps")
       .also("save_steps save_interval");
@@ -892,13 +899,6 @@ std::string key_of_option(std::string_view option) {
   return key;
 }
 
-std::string in_keys(const Config& config, const std::string& message) {
-  const size_t colons = message.find("::"), end = message.find(": ");
-  if (colons == std::string::npos || end == std::string::npos || colons > end) return message;
-  const std::string key = key_of_option(std::string_view(message).substr(0, end));
-  if (key.empty()) return message;
-  return fmt::format("{}: {}{}", config.origin(key), key, message.substr(end));
-}
 std::vector<std::pair<std::string, SettingValue>> given_settings(const Config& config) {
   Config copy = config;
   std::vector<std::pair<std::string, SettingValue>> given;
@@ -906,6 +906,14 @@ std::vector<std::pair<std::string, SettingValue>> given_settings(const Config& c
     if (config.is_given(field.key)) given.emplace_back(field.key, field.get());
   }
   return given;
+}
+
+std::string in_keys(const Config& config, const std::string& message) {
+  const size_t colons = message.find("::"), end = message.find(": ");
+  if (colons == std::string::npos || end == std::string::npos || colons > end) return message;
+  const std::string key = key_of_option(std::string_view(message).substr(0, end));
+  if (key.empty()) return message;
+  return fmt::format("{}: {}{}", config.origin(key), key, message.substr(end));
 }
 
 }  // namespace tessera::apps

@@ -16,6 +16,9 @@ Schedule::Schedule(const ScheduleOptions& options) : options_(options) {
   check(options.num_steps >= 1, "num_steps", "at least 1", options.num_steps);
   check(options.warmup_steps >= 0, "warmup_steps", "at least 0", options.warmup_steps);
   check(options.decay_steps >= 0, "decay_steps", "at least 0", options.decay_steps);
+  check(options.kind != ScheduleKind::kRangeTest ||
+            (options.first_lr > 0 && options.first_lr < options.peak_lr),
+        "first_lr", "above 0 and below peak_lr", options.first_lr);
 }
 
 float Schedule::lr(int64_t step) const {
@@ -24,6 +27,11 @@ float Schedule::lr(int64_t step) const {
   const auto peak = static_cast<double>(peak_lr), final = static_cast<double>(final_lr);
   const int64_t last = o.num_steps - 1;
   step = std::min(step, last);
+  if (o.kind == ScheduleKind::kRangeTest) {
+    if (step == last) return peak_lr;
+    const double t = static_cast<double>(step) / static_cast<double>(last);
+    return static_cast<float>(o.first_lr * std::pow(peak / o.first_lr, t));
+  }
   if (step < o.warmup_steps) {
     return static_cast<float>(peak * static_cast<double>(step + 1) /
                               static_cast<double>(o.warmup_steps));

@@ -573,6 +573,9 @@ ROWS = [
         {"optim.final_lr": 0.001}),
     Row("optim.schedule", "wsd", both(other_last, lrs(*[0.01] * 8, 0.0055, 0.001)),  # a fifth of the steps
         {"optim.final_lr": 0.001, "train.steps": 10, "optim.schedule": "linear"}),
+    Row("optim.schedule", "range_test", both(other_last, lrs(1e-7, 4.6415888e-6, 2.1544347e-4, 0.01)),
+        {"optim.schedule": "linear"}),
+    Row("optim.first_lr", 1e-5, both(other_later, lrs(1e-5, 1e-4, 1e-3, 0.01)), {"optim.schedule": "range_test"}),
     Row("optim.beta1", 0.5, other_last),
     Row("optim.beta2", 0.5, other_last),
     Row("optim.eps", 0.01, other_last),

@@ -82,7 +82,8 @@ TEST_CASE("schedule: names and mistakes", "[optim]") {
   for (const ScheduleKind kind : kKinds)
     CHECK(enum_from_name<ScheduleKind>(name_of(kind), "schedule") == kind);
   CHECK(error_of([] { enum_from_name<ScheduleKind>("cosin", "schedule"); }) ==
-        "schedule: unknown name \"cosin\", expected one of constant, linear, cosine, wsd");
+        "schedule: unknown name \"cosin\", expected one of constant, linear, cosine, wsd, "
+        "range_test");
   const auto has = [](auto change, const std::string& part) {
     ScheduleOptions options;
     change(options);
@@ -95,6 +96,27 @@ TEST_CASE("schedule: names and mistakes", "[optim]") {
       "schedule: warmup_steps must be at least 0, got -1");
   has([](ScheduleOptions& o) { o.decay_steps = -1; },
       "schedule: decay_steps must be at least 0, got -1");
+}
+
+TEST_CASE("schedule: a range test multiplies the rate by equal factors, from first to peak",
+          "[optim]") {
+  ScheduleOptions options{.kind = ScheduleKind::kRangeTest,
+                          .peak_lr = 1,
+                          .num_steps = 7,
+                          .warmup_steps = 3,
+                          .first_lr = 1e-6};
+  const Schedule schedule(options);
+  for (int64_t step = 0; step < 7; ++step) {
+    CHECK(schedule.lr(step) == Approx(std::pow(10.0, static_cast<double>(step) - 6)));
+  }
+  CHECK(schedule.lr(6) == 1.0f);
+  CHECK(schedule.lr(60) == 1.0f);
+  options.num_steps = 1;
+  CHECK(Schedule(options).lr(0) == 1.0f);
+  options.first_lr = 1;
+  CHECK(error_of([&] {
+          Schedule schedule_of_nothing(options);
+        }).find("schedule: first_lr must be above 0 and below peak_lr, got 1") == 0);
 }
 
 }  // namespace
