@@ -40,6 +40,10 @@ for program in "$@"; do
       expect 2 "^error: command line: encod, expected one of .* \(nearest: encode\)" "$program" encod
       expect 0 "^ *--shard-tokens " "$program" encode --help
       ;;
+    tessera-report)
+      expect 3 "^error: extra: not there, expected the directory of a run" "$program" extra word
+      expect 0 "^ *--output TEXT=report\.html " "$program" --help
+      ;;
     tessera-bench-parquet)
       expect 3 "^error: .*extra.*No such file" "$program" extra
       ;;
