@@ -528,6 +528,9 @@ class Bench {
           dtype_});
     time("scale_check", shape, k::scale_check,
          {data(x), data(x), flags.data<uint8_t>(), dtype_, dtype_, 0.5f, numel});
+    const Tensor mark = zeros({1}, kI32);
+    time("mark_nonfinite", shape, k::mark_nonfinite,
+         {mark.data<int32_t>(), data(x), dtype_, 1, numel, k::contiguous_rows(numel), 1});
     const Tensor checked = from_values({int64_t{0}, numel, int64_t{0}}, {1, 3});
     const Tensor checksum = zeros({1}, kI64);
     time("checksum", shape, k::checksum,

@@ -304,6 +304,56 @@ void clip_factor(const ClipFactor& p) {
   *p.factor = finite ? std::min(1.0f, p.max_norm / (norm + 1e-6f)) : 0.0f;
 }
 
+namespace {
+
+/// Among `count` elements with these bits is an infinity or a NaN: as integers both are at least
+/// `infinity` without their sign.
+template <class Bits>
+bool has_nonfinite(const Bits* x, int64_t count, Bits infinity) {
+  constexpr Bits kMagnitude = std::numeric_limits<Bits>::max() / 2;
+  Bits largest = 0;
+#pragma omp simd reduction(max : largest)
+  for (int64_t i = 0; i < count; ++i) {
+    const Bits magnitude = x[i] & kMagnitude;
+    largest = magnitude > largest ? magnitude : largest;
+  }
+  return largest >= infinity;
+}
+
+template <class Bits>
+void mark_nonfinite_bits(const MarkNonfinite& p, Bits infinity) {
+  const Bits* const x = static_cast<const Bits*>(p.x);
+  std::atomic<bool> is_found = false;
+  const auto look = [&](int64_t offset, int64_t count) {
+    if (has_nonfinite(x + offset, count, infinity)) is_found.store(true, std::memory_order_relaxed);
+  };
+  if (p.rows == 1) {
+    tessera::cpu::parallel_for(p.cols, 8 * kGrainElements,
+                               [&](int64_t begin, int64_t end) { look(begin, end - begin); });
+  } else {
+    const int64_t grain = (8 * kGrainElements + p.cols - 1) / p.cols;
+    tessera::cpu::parallel_for(p.rows, grain, [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) look(p.layout.offset(row), p.cols);
+    });
+  }
+  if (is_found) *p.mark = std::max(*p.mark, p.value);
+}
+
+}  // namespace
+
+void mark_nonfinite(const MarkNonfinite& p) {
+  visit_float(p.dtype, "mark_nonfinite", [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    if constexpr (sizeof(T) == 2) {
+      mark_nonfinite_bits<uint16_t>(p, std::is_same_v<T, BFloat16> ? 0x7f80 : 0x7c00);
+    } else if constexpr (sizeof(T) == 4) {
+      mark_nonfinite_bits<uint32_t>(p, 0x7f800000);
+    } else {
+      mark_nonfinite_bits<uint64_t>(p, 0x7ff0000000000000);
+    }
+  });
+}
+
 void checksum(const Checksum& p) {
   visit_checksum_item(p.item_nbytes, [&](auto tag) {
     using T = decltype(tag);

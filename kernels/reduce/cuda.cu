@@ -3,6 +3,7 @@
 //   sum           dst[o, i] = factor sum_n x[o, n, i]: along contiguous memory (inner = 1), or over
 //                 rows of columns
 //   partial_norm  sum |x|^p, max |x|, over the segments of a flat buffer
+//   mark_nonfinite  marks that a buffer has an infinity or a NaN
 //   checksum      sum bits(x) weight(index) mod 2^64, of each segment
 //
 // Layout           vectors of 16 bytes, 4 of them under way a thread. f32 over at most 32 terms of
@@ -419,6 +420,38 @@ __global__ void clip_factor_kernel(ClipFactor p) {
   *p.factor = finite ? fminf(1.0f, p.max_norm / (norm + 1e-6f)) : 0.0f;
 }
 
+constexpr int kMarkUnroll = 4;
+
+/// Tasks of kBlock * N * kMarkUnroll columns of a row, dealt to the blocks in turn.
+template <class T>
+__global__ void __launch_bounds__(kBlock) mark_nonfinite_kernel(MarkNonfinite p, bool is_aligned) {
+  constexpr int N = kVec<T>;
+  constexpr int64_t kTaskCols = int64_t{kBlock} * N * kMarkUnroll;
+  constexpr unsigned kMagnitude = 0x7fffffff, kInfinity = 0x7f800000;
+  const int64_t row_tasks = ceil_div(p.cols, kTaskCols), tasks = p.rows * row_tasks;
+  unsigned largest = 0;  // as integers, NaN > infinity > every finite number
+  for (int64_t task = blockIdx.x; task < tasks; task += gridDim.x) {
+    const int64_t row = divide(task, row_tasks), first = (task - row * row_tasks) * kTaskCols;
+    const T* x = static_cast<const T*>(p.x) + row_offset(p.layout, row);
+    Floats<N> values[kMarkUnroll];
+#pragma unroll
+    for (int u = 0; u < kMarkUnroll; ++u) {
+      const int64_t at = first + (u * kBlock + static_cast<int>(threadIdx.x)) * N;
+      values[u] = load_some<N>(at < p.cols ? x + at : x, p.cols - at, is_aligned);
+    }
+#pragma unroll
+    for (int u = 0; u < kMarkUnroll; ++u) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        largest = max(largest, __float_as_uint(values[u][i]) & kMagnitude);
+      }
+    }
+  }
+  if (__syncthreads_or(largest >= kInfinity) != 0 && threadIdx.x == 0) {
+    atomicMax(p.mark, p.value);
+  }
+}
+
 /// Block b: part b % kParts of segment b / kParts.
 constexpr int kChecksumParts = 64;
 
@@ -546,6 +579,18 @@ void combine_norms(CUstream_st* stream, const CombineNorms& p) {
 void clip_factor(CUstream_st* stream, const ClipFactor& p) {
   launch("clip_factor", &clip_factor_kernel, LaunchConfig{1, tessera::cuda::kWarpSize, 0, stream},
          p);
+}
+
+void mark_nonfinite(CUstream_st* stream, const MarkNonfinite& p) {
+  if (p.rows * p.cols == 0) return;
+  tessera::cuda::visit_device_float(p.dtype, "mark_nonfinite", [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    constexpr int64_t kTaskCols = int64_t{kBlock} * kVec<T> * kMarkUnroll, kMaxBlocks = 1024;
+    const int64_t tasks = p.rows * ceil_div(p.cols, kTaskCols);
+    launch("mark_nonfinite", &mark_nonfinite_kernel<T>,
+           LaunchConfig{grid_blocks(std::min(tasks, kMaxBlocks)), kBlock, 0, stream}, p,
+           rows_are_aligned(p.x, p.layout, sizeof(T)));
+  });
 }
 
 void checksum(CUstream_st* stream, const Checksum& p) {

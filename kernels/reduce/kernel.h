@@ -4,6 +4,7 @@
 
 #include "core/dtype.h"
 #include "core/runtime/dispatch.h"
+#include "kernels/rows.h"
 
 namespace tessera::kernels {
 
@@ -92,6 +93,18 @@ struct ClipFactor {
   Cost cost() const;
 };
 TESSERA_DECLARE_KERNEL(clip_factor, ClipFactor);
+
+/// *mark = max(*mark, value) if an element of `x` is inf or NaN; see `mark_nonfinite` in reduce.h.
+struct MarkNonfinite {
+  int32_t* mark;
+  const void* x;
+  DType dtype;
+  int64_t rows, cols;
+  RowLayout layout;
+  int32_t value;
+  Cost cost() const;
+};
+TESSERA_DECLARE_KERNEL(mark_nonfinite, MarkNonfinite);
 
 /// Checksums of the bits of segments [begin, end) of a flat buffer, whose first element is element
 /// `offset` of something larger; see `add_checksums` in reduce.h. `segments`: (begin, end, offset).

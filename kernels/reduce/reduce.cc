@@ -51,6 +51,12 @@ Cost ClipFactor::cost() const {
   return Cost(3).read(norm, sizeof(float)).write(factor, sizeof(float)).write(found_inf, 1);
 }
 
+Cost MarkNonfinite::cost() const {
+  return Cost()
+      .read(x, layout.span_nbytes(rows, cols, dtype))
+      .write_or_accumulate(mark, sizeof(int32_t), true);
+}
+
 Cost Checksum::cost() const {
   return Cost(2.0 * static_cast<double>(numel))
       .read(x, numel * item_nbytes)
@@ -63,6 +69,7 @@ TESSERA_DEFINE_KERNEL(cumsum, Cumsum);
 TESSERA_DEFINE_KERNEL(partial_norm, PartialNorm);
 TESSERA_DEFINE_KERNEL(combine_norms, CombineNorms);
 TESSERA_DEFINE_KERNEL(clip_factor, ClipFactor);
+TESSERA_DEFINE_KERNEL(mark_nonfinite, MarkNonfinite);
 TESSERA_DEFINE_KERNEL(checksum, Checksum);
 
 }  // namespace kernels
@@ -356,6 +363,29 @@ void clip_factor(const Tensor& factor, const Tensor& found_inf, const Tensor& no
                                           .found_inf = found_inf.data<uint8_t>(),
                                           .norm = norm.data<float>(),
                                           .max_norm = static_cast<float>(max_norm)});
+}
+
+void mark_nonfinite(const Tensor& mark, const Tensor& x, int32_t value) {
+  check_scalar("mark_nonfinite", "mark", mark, kI32);
+  check_floating("mark_nonfinite", x);
+  if (x.numel() == 0) return;
+  int64_t rows = 1, cols = x.numel();
+  kernels::RowLayout layout = kernels::contiguous_rows(cols);
+  if (!x.is_contiguous()) {
+    const auto strided = kernels::row_layout(x.shape(), x.strides());
+    TESSERA_CHECK_SHAPE(strided.has_value(),
+                        "mark_nonfinite: x must be contiguous or rows of two strides, got {} with "
+                        "strides {}",
+                        x.shape(), x.strides());
+    layout = *strided, cols = x.dim(-1), rows = x.numel() / cols;
+  }
+  kernels::mark_nonfinite(current_stream(), {.mark = mark.data<int32_t>(),
+                                             .x = x.raw_data(),
+                                             .dtype = x.dtype(),
+                                             .rows = rows,
+                                             .cols = cols,
+                                             .layout = layout,
+                                             .value = value});
 }
 
 void add_checksums(const Tensor& sums, const Tensor& x, const Tensor& segments) {

@@ -89,6 +89,14 @@ void combine_norms(const Tensor& norm, const Tensor& partials, double p);
 void clip_factor(const Tensor& factor, const Tensor& found_inf, const Tensor& norm,
                  double max_norm);
 
+/// mark = max(mark, value) if an element of `x` is inf or NaN, by a test of its bits; else `mark`
+/// stays. One pass over `x`.
+///   mark     i32, one element
+///   x        f32 | bf16 | f16 | f64, contiguous or rows that two strides describe (a slice)
+/// Streams  current stream; never synchronizes; not differentiable
+/// Errors   DtypeError, ShapeError if an argument is not as above
+void mark_nonfinite(const Tensor& mark, const Tensor& x, int32_t value);
+
 /// sums[s] += sum_i bits(x[i]) w(offset_s + i - begin_s) mod 2^64 over segment s, elements taken as
 /// unsigned integers, w(k) = (k + 1) 0x9e3779b1 mod 2^32 with its lowest bit set. Any one flipped
 /// bit changes the sum. That of a tensor is the sum of those of its parts, whoever has them, if

@@ -504,6 +504,39 @@ TEST_CASE("add_checksums: parts add up to the whole, on any number of threads", 
   CHECK(checksums(x, {0, 200000, 0})[0] == whole);
 }
 
+TEST_CASE("mark_nonfinite: one element is enough, of any dtype, wherever it is", "[reduce]") {
+  const double kBad[] = {INFINITY, -INFINITY, NAN};
+  for (const DType dtype : {kF32, kBF16, kF16, kF64}) {
+    CAPTURE(dtype);
+    const Tensor mark = full({1}, 3, kI32), x = full({100003}, -60000.0, dtype);
+    mark_nonfinite(mark, x, 7);
+    CHECK(mark.item() == 3);
+    for (const int64_t at : {int64_t{0}, int64_t{31}, int64_t{50000}, int64_t{100002}}) {
+      mark.narrow(0, 0, 1).fill_(3);
+      x.narrow(0, at, 1).fill_(kBad[at % 3]);
+      mark_nonfinite(mark, x, 7);
+      CHECK(mark.item() == 7);
+      mark_nonfinite(mark, x, 5);
+      CHECK(mark.item() == 7);
+      x.narrow(0, at, 1).fill_(1);
+    }
+  }
+}
+
+TEST_CASE("mark_nonfinite: of a slice its own elements only", "[reduce]") {
+  const Tensor mark = zeros({1}, kI32), x = zeros({5, 3, 16});
+  x.narrow(2, 8, 8).fill_(NAN);
+  mark_nonfinite(mark, x.narrow(2, 0, 8), 1);
+  CHECK(mark.item() == 0);
+  mark_nonfinite(mark, x.narrow(2, 1, 8), 1);
+  CHECK(mark.item() == 1);
+  check_error([&] { mark_nonfinite(mark, x.transpose(1, 2), 1); },
+              {"mark_nonfinite: x must be contiguous or rows of two strides, got [5, 16, 3]"});
+  check_error([&] { mark_nonfinite(mark, mark, 1); },
+              {"mark_nonfinite: expected a floating dtype, got i32"});
+  check_error([&] { mark_nonfinite(zeros({1}), x, 1); }, {"mark_nonfinite: mark"});
+}
+
 TEST_CASE("add_checksums: what does not fit is named", "[reduce]") {
   const Tensor x = zeros({8}, kF32), sums = zeros({2}, kI64), segments = zeros({2, 3}, kI64);
   check_error(

@@ -301,6 +301,41 @@ TEST_CASE("simt checksum: the CPU kernel's bits, whatever the width", "[reduce][
   }
 }
 
+TEST_CASE("simt mark_nonfinite: what the CPU kernel finds, in rows of any layout",
+          "[reduce][simt]") {
+  struct Case {
+    int64_t rows, cols;
+    kernels::RowLayout layout;
+    int64_t bad;  // element, or none
+  };
+  constexpr int64_t kNumel = 30000;
+  const Case cases[] = {{1, 29999, kernels::contiguous_rows(29999), 29998},
+                        {1, 29999, kernels::contiguous_rows(29999), 29999},
+                        {12, 65, {3, 100, 1000}, 3264},
+                        {12, 65, {3, 100, 1000}, 65},
+                        {3, 9000, {1, 0, 10000}, 28999},
+                        {3, 9000, {1, 0, 10000}, 9500}};
+  for (const DType dtype : kDtypes) {
+    for (const Case& c : cases) {
+      CAPTURE(dtype, c.rows, c.bad);
+      const Tensor x = randn({kNumel}, dtype, 3);
+      x.narrow(0, c.bad, 1).fill_(c.bad % 2 == 0 ? -kInfinity : NAN);
+      const auto run = [&](bool on_device) {
+        const DeviceBuffer values(x), mark(full({1}, 2, kI32));
+        const kernels::MarkNonfinite args{
+            mark.as<int32_t>(), values.data(), dtype, c.rows, c.cols, c.layout, 9};
+        on_device ? kernels::cuda::mark_nonfinite(nullptr, args)
+                  : kernels::cpu::mark_nonfinite(args);
+        return std::vector<Tensor>{mark.tensor()};
+      };
+      const auto expected = run(false), actual = run_in_all_schedules([&] { return run(true); });
+      CHECK(actual[0].item() == expected[0].item());
+      const bool is_inside = c.bad != 29999 && c.bad != 65 && c.bad != 9500;
+      CHECK(expected[0].item() == (is_inside ? 9 : 2));
+    }
+  }
+}
+
 TEST_CASE("simt reduce: f64 is for the CPU", "[reduce][simt]") {
   kernels::cuda::cumsum(nullptr, {nullptr, nullptr, kF32, kF32, 2, 0, 1});
   CHECK_THAT(error_of([] {
