@@ -4,6 +4,7 @@
 #include <atomic>
 
 #include "core/elementary/kernel.h"
+#include "core/op_observer.h"
 
 namespace tessera {
 
@@ -27,6 +28,7 @@ struct Node {
   uint64_t sequence;
   std::vector<Input> inputs;
   int num_outputs = 1;
+  int64_t observed_as = 0;  // by an OpObserver
   MultiBackwardFn backward;
   std::function<Tensor(int)> destination;
 
@@ -42,6 +44,8 @@ struct ThreadState {
   bool grad_mode = true;
   int backward_depth = 0;
   const char* current_op = "";
+  OpObserver* observer = nullptr;
+  std::span<const Tensor> dys;  // of the node that runs, for the observer
   std::vector<std::function<void(bool)>> callbacks;
 };
 ThreadState& state() {
@@ -55,6 +59,26 @@ std::atomic<uint64_t> next_sequence{1};
 /// `grad` is referred to by nobody but its slot: adding in place changes no one else's value.
 bool is_exclusive(const Tensor& grad) {
   return grad.shared_impl().use_count() == 1 && grad.storage().use_count() == 1;
+}
+
+/// A view of what others have computed says nothing new.
+bool shares_storage(const Tensor& tensor, std::span<const Tensor> others) {
+  return std::any_of(others.begin(), others.end(), [&](const Tensor& other) {
+    return other.is_defined() && other.storage() == tensor.storage();
+  });
+}
+
+int64_t observe_op(const char* name, std::span<const Tensor> inputs,
+                   std::span<const Tensor> outputs) {
+  OpObserver* const observer = state().observer;
+  return observer == nullptr ? 0 : observer->on_op(name, inputs, outputs);
+}
+
+/// Before whoever owns the gradient's memory hears of it and hands it on.
+void observe_gradient(int input, const TensorImpl* leaf, const Tensor& gradient) {
+  ThreadState& s = state();
+  if (s.observer == nullptr || shares_storage(gradient, s.dys)) return;
+  s.observer->on_gradient(input, leaf, gradient);
 }
 
 void write_to(GradDst dst, const Tensor& grad) {
@@ -99,6 +123,25 @@ const char* current_backward_op() {
   return state().current_op;
 }
 
+OpObserver* op_observer() {
+  return state().observer;
+}
+OpObserverScope::OpObserverScope(OpObserver* observer)
+    : previous_(std::exchange(state().observer, observer)) {}
+OpObserverScope::~OpObserverScope() {
+  state().observer = previous_;
+}
+
+GradRows observed(const Tensor& leaf, GradRows rows) {
+  OpObserver* const observer = state().observer;
+  if (observer == nullptr) return rows;
+  return [rows = std::move(rows), told = observer->on_later_gradient(leaf.impl())](
+             const GradDst& dst, int64_t begin) {
+    rows(dst, begin);
+    told(dst.view);
+  };
+}
+
 void on_backward_end(std::function<void(bool)> callback) {
   TESSERA_CHECK(is_in_backward(), "on_backward_end: called outside of a backward");
   state().callbacks.push_back(std::move(callback));
@@ -130,8 +173,19 @@ GradDst leaf_destination(const Tensor& leaf) {
   return {leaf.impl()->grad, false};
 }
 
-void leaf_written(const Tensor& leaf) {
+namespace {
+
+void tell_sink(const Tensor& leaf) {
   if (leaf.impl()->grad_sink != nullptr) leaf.impl()->grad_sink->written(leaf);
+}
+
+}  // namespace
+
+void leaf_written(const Tensor& leaf) {
+  if (OpObserver* const observer = state().observer; observer != nullptr) {
+    observer->on_early_gradient(leaf.impl(), leaf_destination(leaf).view);
+  }
+  tell_sink(leaf);
 }
 
 // ---- recording
@@ -145,9 +199,11 @@ bool needs_grad(std::initializer_list<Tensor> inputs) {
 namespace {
 
 void put_on_tape(const char* name, std::span<const Tensor> inputs, std::span<Tensor> outputs,
-                 MultiBackwardFn backward, std::function<Tensor(int)> destination) {
+                 int64_t observed_as, MultiBackwardFn backward,
+                 std::function<Tensor(int)> destination) {
   auto node = std::make_shared<Node>();
   node->name = name;
+  node->observed_as = observed_as;
   node->sequence = next_sequence.fetch_add(1, std::memory_order_relaxed);
   node->num_outputs = static_cast<int>(outputs.size());
   node->backward = std::move(backward);
@@ -192,32 +248,36 @@ MultiBackwardFn single(BackwardFn backward) {
 
 Tensor record(const char* name, std::initializer_list<Tensor> inputs, Tensor output,
               BackwardFn backward) {
+  const int64_t observed_as = observe_op(name, {inputs.begin(), inputs.size()}, {&output, 1});
   if (!needs_grad(inputs)) return output;
-  put_on_tape(name, {inputs.begin(), inputs.size()}, {&output, 1}, single(std::move(backward)),
-              nullptr);
+  put_on_tape(name, {inputs.begin(), inputs.size()}, {&output, 1}, observed_as,
+              single(std::move(backward)), nullptr);
   return output;
 }
 
 Tensor record_always(const char* name, std::initializer_list<Tensor> inputs, Tensor output,
                      BackwardFn backward) {
+  const int64_t observed_as = observe_op(name, {inputs.begin(), inputs.size()}, {&output, 1});
   if (!grad_mode()) return output;
-  put_on_tape(name, {inputs.begin(), inputs.size()}, {&output, 1}, single(std::move(backward)),
-              nullptr);
+  put_on_tape(name, {inputs.begin(), inputs.size()}, {&output, 1}, observed_as,
+              single(std::move(backward)), nullptr);
   return output;
 }
 
 std::vector<Tensor> record_multi(const char* name, std::vector<Tensor> inputs,
                                  std::vector<Tensor> outputs, MultiBackwardFn backward,
                                  std::function<Tensor(int)> destination) {
+  const int64_t observed_as = observe_op(name, inputs, outputs);
   if (!grad_mode() || !any_requires_grad(inputs)) return outputs;
-  put_on_tape(name, inputs, outputs, std::move(backward), std::move(destination));
+  put_on_tape(name, inputs, outputs, observed_as, std::move(backward), std::move(destination));
   return outputs;
 }
 
 std::vector<Tensor> record_multi_always(const char* name, std::vector<Tensor> inputs,
                                         std::vector<Tensor> outputs, MultiBackwardFn backward) {
+  const int64_t observed_as = observe_op(name, inputs, outputs);
   if (!grad_mode()) return outputs;
-  put_on_tape(name, inputs, outputs, std::move(backward), nullptr);
+  put_on_tape(name, inputs, outputs, observed_as, std::move(backward), nullptr);
   return outputs;
 }
 
@@ -265,7 +325,7 @@ class Engine {
   static void deliver_to_leaf(const Tensor& leaf, const Tensor& grad) {
     if (GradDst dst = leaf_destination(leaf)) {
       write_to(dst, grad);
-      leaf_written(leaf);
+      tell_sink(leaf);
     }
   }
 
@@ -307,6 +367,28 @@ class Engine {
     }
   }
 
+  /// Tells an observer which backward runs, for a scope.
+  class Observation {
+   public:
+    Observation(const Node& node, std::span<const Tensor> dys)
+        : observer_(state().observer), dys_(state().dys) {
+      if (observer_ == nullptr) return;
+      state().dys = dys;
+      observer_->begin_backward(node.name, node.observed_as);
+    }
+    ~Observation() {
+      if (observer_ == nullptr) return;
+      state().dys = dys_;
+      observer_->end_backward();
+    }
+    Observation(const Observation&) = delete;
+    Observation& operator=(const Observation&) = delete;
+
+   private:
+    OpObserver* const observer_;
+    const std::span<const Tensor> dys_;
+  };
+
   void run_node(Node& node) {
     const bool has_grad = std::any_of(node.slots.begin(), node.slots.end(),
                                       [](const Node::Slot& s) { return s.grad.is_defined(); });
@@ -319,6 +401,7 @@ class Engine {
       std::vector<Tensor> dys;
       dys.reserve(node.slots.size());
       for (Node::Slot& slot : node.slots) dys.push_back(std::move(slot.grad));
+      const Observation observation(node, dys);
       Grads g(node);
       node.backward(dys, g);
       g.finish();
@@ -379,10 +462,11 @@ void Grads::written(int i) {
                    "{}: written({}) without destination({})", node_.name, i, i);
   claim.state = Claim::kWritten;
   const Node::Input& input = node_.inputs[static_cast<size_t>(i)];
+  observe_gradient(i, input.leaf.get(), claim.dst.view);
   if (claim.is_private) {
     deferred_.emplace_back(i, claim.dst.view);
   } else if (input.leaf != nullptr) {
-    leaf_written(Tensor(input.leaf));
+    tell_sink(Tensor(input.leaf));
   }
 }
 
@@ -393,6 +477,7 @@ void Grads::add(int i, const Tensor& grad) {
   if (input.leaf == nullptr) {
     TESSERA_CHECK_EQ(grad.dtype(), input.dtype, "{}: gradient of input {}", node_.name, i);
   }
+  observe_gradient(i, input.leaf.get(), grad);
   is_target_open(i) ? void(deferred_.emplace_back(i, grad)) : deliver(i, grad);
 }
 

@@ -175,6 +175,7 @@ class Module {
 
   void set_hook(std::shared_ptr<ModuleHook> hook) { hook_ = std::move(hook); }
   ModuleHook* hook() const { return hook_.get(); }
+  const std::shared_ptr<ModuleHook>& shared_hook() const { return hook_; }
 
  protected:
   /// The reference stays valid as long as the module.

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "core/op_observer.h"
 #include "dist/fsdp/flat_bytes.h"
 #include "dist/fsdp/unit.h"
 #include "kernels/elementwise/kernel.h"
@@ -43,7 +44,7 @@ class Gradients::Sink final : public RowGradSink {
   }
   bool takes_rows(const Tensor&) override { return gradients_.takes_rows(group_, placement_); }
   void add_rows(const Tensor& leaf, GradRows rows) override {
-    gradients_.pieces_.add_rows(group_, placement_, std::move(rows));
+    gradients_.pieces_.add_rows(group_, placement_, observed(leaf, std::move(rows)));
     written(leaf);
   }
 
