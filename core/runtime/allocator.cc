@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "core/log.h"
+#include "core/profiler.h"
 #include "core/runtime/memory_timeline.h"
 
 namespace tessera {
@@ -166,6 +167,7 @@ struct Allocator::State {
   AllocatorStats stats;
   Advice advice;
   const Allocator* owner = nullptr;
+  int traced_for = -1;  // whose counter of memory this is; -1: nobody's
 
   Pool& pool_of(const Block& b) { return free_blocks[{b.stream.id(), b.is_small}]; }
   Block* take_cached(size_t nbytes, PoolKey pool_key);
@@ -179,6 +181,7 @@ Allocator::Allocator(std::unique_ptr<MemoryBackend> backend, const Options& opti
     : options_(options), state_(std::make_unique<State>()) {
   state_->backend = std::move(backend);
   state_->owner = this;
+  if (options.is_traced) state_->traced_for = profiler::thread_owner();
 }
 
 Allocator::~Allocator() {
@@ -244,6 +247,10 @@ void Allocator::State::count(const Block& block, int64_t sign) {
     stats.peak_by_class = stats.allocated_by_class;
   }
   MemoryTimeline::note(owner, stats.allocated_by_class);
+  if (profiler::is_on() && traced_for >= 0) {
+    static_assert(kNumMemoryClasses == profiler::kNumCounters);
+    profiler::add_counter({traced_for, profiler::now_ns(), stats.allocated_by_class});
+  }
 }
 
 std::vector<Allocator::Block*> Allocator::State::cached_segments() const {

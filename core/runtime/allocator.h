@@ -82,6 +82,7 @@ class Allocator {
     /// wasted inside blocks, less in fragments. Blocks of up to 1 MiB are always cut.
     int64_t split_nbytes = int64_t{1} << 20;
     std::string name = "device";
+    bool is_traced = false;  ///< its bytes by class are the counters of the thread's timeline
   };
   struct Block;
 

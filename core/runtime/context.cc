@@ -41,7 +41,8 @@ Context::Context(const ContextOptions& options) : options_(options) {
                                   Allocator::Options{.limit = options_.memory_limit,
                                                      .poison = options_.poison,
                                                      .split_nbytes = options_.memory_split,
-                                                     .name = tessera::name_of(options_.device)});
+                                                     .name = tessera::name_of(options_.device),
+                                                     .is_traced = true});
   host_allocator_ = std::make_shared<Allocator>(
       is_cuda ? make_pinned_backend(options_.device) : make_cpu_backend(),
       Allocator::Options{.limit = 0, .poison = options_.poison, .name = "host"});

@@ -3,6 +3,7 @@
 #include <map>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <utility>
 
 #include "core/check.h"
@@ -29,12 +30,14 @@ class HostComm final : public Comm {
 
  private:
   void do_run(const Call& call) override {
-    call.stream.submit(trace_name(call.tag.op, call.info.unit),
-                       [transport = transport(), log = log(), tag = call.tag, info = call.info,
-                        nbytes = call.nbytes, collective = call.collective] {
-                         const CollectiveScope scope(*log, tag.op, info, nbytes);
-                         transport->run(tag, collective);
-                       });
+    call.stream.submit(
+        trace_name(call.tag.op, call.info.unit),
+        [transport = transport(), log = log(), tag = call.tag, info = call.info,
+         nbytes = call.nbytes, collective = call.collective, delay = watchdog()->delay()] {
+          const CollectiveScope scope(*log, tag.op, info, nbytes);
+          if (delay.count() > 0) std::this_thread::sleep_for(delay);
+          transport->run(tag, collective);
+        });
   }
   int64_t do_staging_nbytes(const Collective& collective, bool is_allocated) const override {
     return collective.staging_nbytes(*transport(), is_allocated);

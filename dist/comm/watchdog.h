@@ -208,6 +208,9 @@ class Watchdog {
   void set_timeout(std::chrono::milliseconds timeout);  ///< 0 = never
   /// Logs each collective as it starts (`--debug.dist`).
   void set_verbose(bool verbose) { verbose_->store(verbose); }
+  /// A fault to inject: what each collective of the host's takes longer, as on a slow network.
+  void set_delay(std::chrono::microseconds delay) { delay_us_.store(delay.count()); }
+  std::chrono::microseconds delay() const { return std::chrono::microseconds(delay_us_.load()); }
 
   /// Whether a collective of `rank` is not over.
   bool has_collective_in_flight(int rank);
@@ -238,6 +241,7 @@ class Watchdog {
   std::atomic<int64_t> timeout_ns_;
   const std::function<void(const std::string&)> on_timeout_;
   const std::shared_ptr<std::atomic<bool>> verbose_;
+  std::atomic<int64_t> delay_us_{0};
   std::mutex mutex_;
   std::condition_variable stop_changed_;
   bool stop_ = false;

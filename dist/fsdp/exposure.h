@@ -98,6 +98,7 @@ class ExposedWait {
               int64_t ExposedTime::*part, const char* unit, bool is_measured)
       : compute_(compute), exposure_(exposure), part_(part), unit_(unit) {
     if (event.impl() == nullptr) return;
+    if (profiler::is_on()) label_wait();
     if (compute.device().type == DeviceType::kCuda) {
       if (profiler::is_on()) task_.emplace(compute, "wait", unit);
       if (is_measured) span_.emplace(compute);
@@ -111,11 +112,19 @@ class ExposedWait {
       compute_.submit(unit_, [total = &(exposure_->time.*part_)] { *total += profiler::now_ns(); });
     }
     if (span_) end_span();
+    if (is_labelled_) profiler::use_label(label_);
   }
   ExposedWait(const ExposedWait&) = delete;
   ExposedWait& operator=(const ExposedWait&) = delete;
 
  private:
+  void label_wait() {
+    label_ = profiler::current_label(), is_labelled_ = true;
+    profiler::TaskLabel label = profiler::label_of(label_);
+    label.wait = part_ == &ExposedTime::gather_ns ? profiler::TaskLabel::Wait::kGather
+                                                  : profiler::TaskLabel::Wait::kReduce;
+    profiler::set_label(label);
+  }
   void end_span() noexcept {
     try {
       span_->end();
@@ -129,7 +138,8 @@ class ExposedWait {
   Exposure* exposure_;
   int64_t ExposedTime::*part_;
   const char* unit_;
-  bool is_on_ = false;
+  bool is_on_ = false, is_labelled_ = false;
+  int32_t label_ = 0;  // of the thread before
   std::optional<CudaTask> task_;
   std::optional<CudaSpan> span_;
 };

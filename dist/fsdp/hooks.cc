@@ -87,6 +87,11 @@ std::string Hooks::unit_of(const nn::Module& module) const {
 void Hooks::begin_call(int unit, std::span<Tensor*> inputs) {
   life_->check_open("forward");
   values_.check("forward");
+  if (profiler::wants_spans()) {
+    calls_.push_back(
+        std::make_unique<profiler::HostSpan>(is_recomputing() ? "recompute" : "forward",
+                                             units_[static_cast<size_t>(unit)]->static_name()));
+  }
   const PrecisionOptions& precision = policy_.options.precision;
   if (precision.cast_forward_inputs) {
     for (Tensor* input : inputs) {
@@ -102,7 +107,8 @@ void Hooks::begin_call(int unit, std::span<Tensor*> inputs) {
 
 void Hooks::end_call(int unit, std::span<Tensor*> outputs) {
   const size_t call = order_.end_call(unit, mode_of_call());
-  if (call != Order::kNoCall && grad_mode()) record_backward(call, outputs);
+  if (!calls_.empty()) calls_.pop_back();
+  if (call != Order::kNoCall && grad_mode()) record_backward(unit, call, outputs);
 }
 
 void Hooks::end_root_call() {
@@ -119,6 +125,7 @@ void Hooks::cast_outputs(std::span<Tensor*> outputs) const {
 }
 
 void Hooks::fail_forward() noexcept {
+  if (!calls_.empty()) calls_.pop_back();
   try {
     order_.end_forward(/*ok=*/false);
     // Whole gradients are those of earlier micro-batches, which are as good as before.
@@ -131,7 +138,7 @@ void Hooks::fail_forward() noexcept {
 // ---- backward
 
 /// Puts a node on the tape that says when gradients have come to the outputs of a call.
-void Hooks::record_backward(size_t call, std::span<Tensor*> outputs) {
+void Hooks::record_backward(int unit, size_t call, std::span<Tensor*> outputs) {
   std::vector<Tensor> with_grad;
   for (const Tensor* output : outputs) {
     if (output->requires_grad()) with_grad.push_back(*output);
@@ -139,10 +146,15 @@ void Hooks::record_backward(size_t call, std::span<Tensor*> outputs) {
   if (with_grad.empty()) return;
   const std::vector<Tensor> wrapped =
       record_multi("unit", with_grad, with_grad,
-                   [this, life = life_, generation = order_.generation(), call](
+                   [this, life = life_, generation = order_.generation(), unit, call](
                        std::span<const Tensor> dys, Grads& g) {
                      life->check("backward");
                      begin_backward();
+                     backward_ = nullptr;  // that of the unit before
+                     if (profiler::wants_spans()) {
+                       backward_ = std::make_unique<profiler::HostSpan>(
+                           "backward", units_[static_cast<size_t>(unit)]->static_name());
+                     }
                      order_.enter_backward(generation, call);
                      for (size_t i = 0; i < dys.size(); ++i) {
                        if (dys[i].is_defined()) g.add(static_cast<int>(i), dys[i]);
@@ -163,6 +175,7 @@ void Hooks::begin_backward() {
 }
 
 void Hooks::end_backward(bool ok) {
+  backward_ = nullptr;
   if (!ok) {
     for (const auto& unit : units_) unit->gradients.discard();
   }

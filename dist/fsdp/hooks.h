@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/profiler.h"
 #include "dist/fsdp/life.h"
 #include "dist/fsdp/order.h"
 #include "dist/fsdp/unit.h"
@@ -40,7 +41,7 @@ class Hooks {
   void end_root_call();
   void cast_outputs(std::span<Tensor*> outputs) const;
   void fail_forward() noexcept;
-  void record_backward(size_t call, std::span<Tensor*> outputs);
+  void record_backward(int unit, size_t call, std::span<Tensor*> outputs);
   void begin_backward();
   void end_backward(bool ok);
 
@@ -52,6 +53,9 @@ class Hooks {
   const std::shared_ptr<Life> life_;
   std::unordered_map<const nn::Module*, int> hooked_;  // and their units
   bool has_root_hook_ = false;
+  // For who looks at what the host does: calls under way, and the unit whose backward runs.
+  std::vector<std::unique_ptr<profiler::HostSpan>> calls_;
+  std::unique_ptr<profiler::HostSpan> backward_;
 };
 
 }  // namespace tessera::dist

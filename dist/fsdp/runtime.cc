@@ -1,6 +1,9 @@
 #include "dist/fsdp/runtime.h"
 
 #include <algorithm>
+#include <optional>
+
+#include "core/profiler.h"
 
 namespace tessera::dist {
 Runtime::Runtime(World& world, const std::vector<std::unique_ptr<Unit>>& units,
@@ -16,6 +19,8 @@ void Runtime::perform(const Action& action) {
   program_.add(action);
   if (action.is_collective() && step_ == 0) announce();
   Unit& unit = *units_[static_cast<size_t>(action.unit)];
+  std::optional<profiler::HostSpan> span;
+  if (action.is_collective()) span.emplace(name_of(action), unit.static_name());
   switch (action.kind) {
     case ActionKind::kAddSlot:
       return unit.gathered.add_slot();

@@ -1,18 +1,13 @@
 #include "dist/fsdp/unit.h"
 
-#include <mutex>
-#include <set>
-
 #include "core/autograd.h"
+#include "core/profiler.h"
 #include "dist/fsdp/flat_bytes.h"
 
 namespace tessera::dist {
 
 const char* intern(const std::string& text) {
-  static std::mutex mutex;
-  static auto* texts = new std::set<std::string>;  // leaked: traces may be written at exit
-  std::lock_guard lock(mutex);
-  return texts->insert(text).first->c_str();
+  return profiler::lasting(text);
 }
 
 Unit::Unit(const UnitSpec& spec, const UnitPlan& plan, Lanes& lanes)

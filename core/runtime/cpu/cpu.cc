@@ -87,6 +87,7 @@ struct Item {
   const char* name = nullptr;
   Task task;                        // or, empty:
   std::shared_ptr<CpuEvent> event;  // to finish; both empty: the end
+  int32_t label = 0;                // of the profiler
 };
 
 /// The queue and its thread's loop. Shared by the stream and the thread, which may outlive the
@@ -133,7 +134,9 @@ class Worker {
     } catch (...) {
       error_ = std::current_exception();
     }
-    if (traced) profiler::add({item.name, stream_id_, begin, profiler::now_ns()});
+    if (traced) {
+      profiler::add({item.name, stream_id_, begin, profiler::now_ns(), "", item.label});
+    }
     return true;
   }
 
@@ -180,7 +183,8 @@ class CpuStream final : public StreamImpl {
   }
 
   void submit(const char* task_name, Task task) override {
-    worker_->push({task_name, std::move(task), nullptr});
+    const int32_t label = profiler::is_on() ? profiler::current_label() : 0;
+    worker_->push({task_name, std::move(task), nullptr, label});
   }
 
   void fill_bytes(const char* task_name, void* data, unsigned char value, size_t nbytes) override {
@@ -220,7 +224,7 @@ class CpuStream final : public StreamImpl {
 
   std::shared_ptr<CpuEvent> push_event() {
     auto event = std::make_shared<CpuEvent>();
-    worker_->push({nullptr, {}, event});
+    worker_->push({nullptr, {}, event, 0});
     return event;
   }
 

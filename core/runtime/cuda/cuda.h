@@ -107,6 +107,7 @@ class CudaTask {
   CudaSpan span_;
   const char* name_ = nullptr;
   const char* unit_ = nullptr;
+  int32_t label_ = 0;
 };
 
 /// A gate in a CUDA stream that a thread of the host opens: the stream stands there, the host does

@@ -132,9 +132,9 @@ CudaTimeline::CudaTimeline(Device device, int stream_id, cudaStream_t stream)
       stream_(stream),
       pool_(std::make_shared<TimingPool>(device)) {}
 
-void CudaTimeline::add(const char* name, const char* unit, CudaSpan span) {
+void CudaTimeline::add(const char* name, const char* unit, int32_t label, CudaSpan span) {
   const std::lock_guard lock(mutex_);
-  if (stream_ != nullptr) entries_.push_back({name, unit, std::move(span)});
+  if (stream_ != nullptr) entries_.push_back({name, unit, label, std::move(span)});
 }
 
 CudaTimeline::Base::~Base() {
@@ -165,7 +165,7 @@ void CudaTimeline::collect_locked(Base& base) {
     if (previous != nullptr) at_ns += elapsed_ns(previous->span.end_, e.span.begin_);
     const auto begin_ns = static_cast<int64_t>(at_ns);
     at_ns += elapsed_ns(e.span.begin_, e.span.end_);
-    profiler::add({e.name, stream_id_, begin_ns, static_cast<int64_t>(at_ns), e.unit});
+    profiler::add({e.name, stream_id_, begin_ns, static_cast<int64_t>(at_ns), e.unit, e.label});
     previous = &e;
   }
 }
@@ -199,6 +199,7 @@ void CudaTask::begin(const std::shared_ptr<CudaTimeline>& timeline, const char* 
   timeline_ = timeline;
   name_ = name;
   unit_ = unit;
+  label_ = profiler::current_label();
   is_in_task = true;
 }
 
@@ -206,7 +207,7 @@ void CudaTask::end() noexcept {
   is_in_task = false;
   try {
     span_.end();
-    timeline_->add(name_, unit_, std::move(span_));
+    timeline_->add(name_, unit_, label_, std::move(span_));
   } catch (const std::exception& error) {
     log_error("{}: {}", name_, error.what());
   }

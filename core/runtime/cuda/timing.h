@@ -43,7 +43,7 @@ class CudaTimeline {
   const std::shared_ptr<TimingPool>& pool() const { return pool_; }
   Device device() const { return device_; }
   cudaStream_t stream() const { return stream_; }
-  void add(const char* name, const char* unit, CudaSpan span);
+  void add(const char* name, const char* unit, int32_t label, CudaSpan span);
 
   /// A point of a device and the host's time of it.
   struct Base {
@@ -64,6 +64,7 @@ class CudaTimeline {
   struct Entry {
     const char* name;
     const char* unit;
+    int32_t label;
     CudaSpan span;
   };
   void collect_locked(Base& base);

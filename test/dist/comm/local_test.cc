@@ -5,6 +5,7 @@
 #include <thread>
 
 #include "core/runtime/order_check.h"
+#include "dist/comm/clocks.h"
 #include "test/dist/comm/cases.h"
 #include "test/testing.h"
 
@@ -269,4 +270,38 @@ TEST_CASE("reduce_scatter: 64 ones and 2^-9 over a bf16 wire add up in f32", "[c
     expect(sum == 64.0f + 0x1p-9f, "f32 sum is {}", sum);
     expect(static_cast<float>(rounded) == 64.0f, "bf16 sum is {}", static_cast<float>(rounded));
   });
+}
+
+TEST_CASE("clocks: ranks of one machine have one clock", "[comm]") {
+  run_ranks(3, [](World& world) {
+    const ClockOffset clock = measure_clock(world.control());
+    expect(clock.offset_ns == 0 && clock.error_ns == 0, "offset {} +- {}", clock.offset_ns,
+           clock.error_ns);
+  });
+}
+
+TEST_CASE("clocks: exchanges bound the offset, whatever the delays", "[comm]") {
+  // This rank's clock is ahead by `truth`; a message takes 20 us, and what else comes between.
+  for (const int64_t truth : {int64_t{0}, int64_t{123456789}, int64_t{-5000000000}}) {
+    std::vector<ClockExchange> exchanges;
+    int64_t at = 1000;
+    uint32_t noise = 1;
+    const auto draw = [&](uint32_t most) {
+      return (noise = noise * 1664525u + 1013904223u) % most;
+    };
+    for (int round = 0; round < 16; ++round, at += 1000000) {
+      // Who comes last sends late: only then is the other's wait the way of the message.
+      const bool is_last = round % 2 == 0;
+      const int64_t mine = at + (is_last ? 200000 : 0) + draw(1000),
+                    theirs = at + (is_last ? 0 : 200000) + draw(1000);
+      const int64_t there = mine + 20000 + draw(round == 6 ? 10 : 100000),
+                    here = theirs + 20000 + draw(round == 7 ? 10 : 100000);
+      exchanges.push_back(
+          {mine + truth, std::max(here, mine) + truth, theirs, std::max(there, theirs)});
+      const ClockOffset clock = clock_offset(exchanges);
+      CHECK(std::abs(clock.offset_ns - truth) <= clock.error_ns);
+    }
+    const ClockOffset clock = clock_offset(exchanges);
+    CHECK(clock.error_ns <= 25000);
+  }
 }
