@@ -57,7 +57,8 @@ struct Options {
   int64_t layers = 12, heads = 12, kv_heads = 0, width = 768, context = 64, vocab = 50257,
           micro_batch = 4;
   int steps = 10, threads = 0, num_thread_ranks = 0, prefetch = 1;
-  bool as_json = false, checks_memory = false, counts = false, times_gemms = false;
+  bool as_json = false, checks_memory = false, counts = false, times_gemms = false,
+       checks_finite = false;
   std::string attention = "own", gemm = "auto";
 };
 
@@ -192,7 +193,8 @@ struct Result {
     return 100 * muon_flops / (flops_per_token * of_tokens);
   }
   double allocator_peak_gib = 0, resident_peak_gib = 0;
-  size_t num_gemms = 0;  // with --gemm-sequence
+  Timing unchecked, checked;  // with --debug-nan: steps of both, in turn
+  size_t num_gemms = 0;       // with --gemm-sequence
   double gemms_ms = 0;
 
   double bare_ms() const { return gemms_ms + split.all_but_products_ms(); }
@@ -256,6 +258,19 @@ Result measure(dist::World& world, const Options& o, const Roofline& roofline, d
   }
   Result r;
   r.step = summarize(times_ms);
+  if (o.checks_finite) {
+    std::vector<double> of_turn_ms[2];
+    for (int i = 0; i < 2 * o.steps; ++i) {
+      const bool is_on = i % 2 == 1;
+      training.check_finite(is_on);
+      const int64_t begin = profiler::now_ns();
+      training.step(kLr);
+      training.finish();
+      of_turn_ms[is_on].push_back(static_cast<double>(profiler::now_ns() - begin) * 1e-6);
+    }
+    training.check_finite(false);
+    r.unchecked = summarize(of_turn_ms[0]), r.checked = summarize(of_turn_ms[1]);
+  }
   world.control().barrier();
   if (world.rank() == 0) profiler::start();
   world.control().barrier();
@@ -348,6 +363,11 @@ int report(const Options& o, int num_ranks, const Result& r) {
                        {"allocator_peak_gib", r.allocator_peak_gib},
                        {"resident_peak_gib", r.resident_peak_gib}};
     if (o.times_gemms) all.update(gemms);
+    if (o.checks_finite) {
+      all.update({{"unchecked_ms", r.unchecked.median_ms},
+                  {"checked_ms", r.checked.median_ms},
+                  {"debug_nan_ratio", r.checked.median_ms / r.unchecked.median_ms}});
+    }
     fmt::print("{}\n", all.dump());
     return status;
   }
@@ -368,6 +388,11 @@ int report(const Options& o, int num_ranks, const Result& r) {
       r.muon_percent(kLargeStepTokens), kLargeStepTokens, gib(r.memory.states),
       gib(r.memory.expected_states), gib(r.memory.activations), gib(r.memory.expected_activations),
       gib(r.memory.others), r.allocator_peak_gib, r.resident_peak_gib);
+  if (o.checks_finite) {
+    fmt::print("debug.nan on {:.1f} ms, off {:.1f} ms, steps in turn: {:.3f} of a step\n",
+               r.checked.median_ms, r.unchecked.median_ms,
+               r.checked.median_ms / r.unchecked.median_ms);
+  }
   if (o.times_gemms) {
     fmt::print(
         "{} products of cuBLASLt alone {:.1f} ms, other kernels {:.1f}, overhead {:.1f} ms "
@@ -385,6 +410,7 @@ void count(dist::World& world, const Options& o) {
                                   world.world_size()));
   }
   BenchTraining training = start(world, o);
+  training.check_finite(o.checks_finite);
   for (int i = 0; i < 2; ++i) training.step(kLr);
   training.finish();
   const auto element_nbytes = static_cast<int64_t>(size_of(dtype_from_name(o.dtype)));
@@ -493,6 +519,8 @@ int run(int argc, char** argv) {
   app.add_option("--gemm", o.gemm, "GEMMs on cuda")
       ->check(CLI::IsMember({"auto", "own", "cublaslt"}));
   app.add_flag("--count", o.counts, "one rank: tasks, waits and bytes of a step instead of times");
+  app.add_flag("--debug-nan", o.checks_finite,
+               "the step beside one in which each new value is looked at (debug.nan), in turn");
   app.add_flag("--check-memory", o.checks_memory,
                "exit status 1 if the peak is not within 5 % of what is expected");
   app.add_flag("--gemm-sequence", o.times_gemms,

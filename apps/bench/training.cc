@@ -26,12 +26,25 @@ BenchTraining::BenchTraining(dist::World& world, std::unique_ptr<nn::LanguageMod
   scale_ = full({}, 1.0 / static_cast<double>(micro_batch * T * world.world_size()));
 }
 
+void BenchTraining::check_finite(bool is_on) {
+  check_.reset();
+  if (is_on) check_ = std::make_unique<dist::FiniteCheck>(*model_, *fsdp_, *optimizer_, world_);
+}
+
 Tensor BenchTraining::step(float lr) {
+  std::optional<OpObserverScope> observes;
+  if (check_ != nullptr) observes.emplace(check_.get());
   const LossSum loss = model_->loss(ids_BT_, targets_BT_, {}, {.grad_scale = scale_});
   backward(loss.sum, scale_);
+  observes.reset();
   const dist::ClippedNorm clip = fsdp_->clip_grad_norm(1.0);
   optimizer_->step(lr, clip.factor, clip.found_inf);
+  if (check_ != nullptr) check_->after_update();
   fsdp_->end_step();
+  if (check_ != nullptr) {
+    const auto found = check_->find(*check_->end_step());
+    TESSERA_CHECK_AS(NumericsError, !found, "{} is not finite", found ? found->text : "");
+  }
   return loss.sum.detach();
 }
 

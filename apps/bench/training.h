@@ -2,6 +2,7 @@
 
 #include <memory>
 
+#include "dist/fsdp/finite_check.h"
 #include "dist/fsdp/fully_shard.h"
 #include "nn/transformer.h"
 #include "optim/adamw.h"
@@ -18,6 +19,8 @@ class BenchTraining {
 
   /// This rank's part of the loss, which the device computes yet.
   Tensor step(float lr);
+  /// Steps from here on look at each new value, as debug.nan of a trainer does; or no longer.
+  void check_finite(bool is_on);
   /// All ranks are done with what was submitted.
   void finish();
 
@@ -29,6 +32,7 @@ class BenchTraining {
   std::unique_ptr<nn::LanguageModel> model_;
   std::unique_ptr<dist::Fsdp> fsdp_;
   std::unique_ptr<optim::AdamW> optimizer_;
+  std::unique_ptr<dist::FiniteCheck> check_;  // null: nothing is looked at
   Tensor ids_BT_, targets_BT_, scale_;
 };
 
