@@ -12,6 +12,7 @@
 #include "apps/evaluation/tasks.h"
 #include "apps/packed_samples.h"
 #include "apps/parameter_groups.h"
+#include "apps/profile.h"
 #include "core/text.h"
 #include "kernels/reduce/reduce.h"
 
@@ -337,6 +338,19 @@ const std::string& Config::origin(std::string_view key) const {
   return found == origins.end() ? kDefault : found->second;
 }
 
+namespace {
+
+void check_profile(const Config& config) {
+  try {
+    parse_step_range(config.profile.steps);
+  } catch (const ConfigError& error) {
+    throw ConfigError(
+        fmt::format("{}: profile.steps = {}", config.origin("profile.steps"), error.what()));
+  }
+}
+
+}  // namespace
+
 void check_config(const Config& config) {
   check_own(config);
   check_model(config);
@@ -347,6 +361,7 @@ void check_config(const Config& config) {
   check_eval(config);
   check_groups(config);
   check_rounding(config);
+  check_profile(config);
 }
 
 std::string dump_config(const Config& config) {

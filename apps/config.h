@@ -100,7 +100,7 @@ struct DataConfig {
   int64_t separator = -1;
   DocumentMarks document_tokens = DocumentMarks::kAuto;
   bool restart_positions = false;
-  int64_t mask_token = -1;
+  int64_t mask_token = -1, read_ahead = 0;
   double mask_probability = 0.15;
 };
 struct TrainConfig {
@@ -229,6 +229,7 @@ constexpr auto enum_names(SpikeAction) {
 }
 struct GuardConfig {
   int64_t max_skips = 0, max_spikes = 3, spike_window = 50, snapshot_every = 10;
+  int64_t first_steps = 50;
   SpikeAction spike = SpikeAction::kOff;
   double spike_z = 6;
   dist::StateGuardOptions state = {.replica_every = 100};
@@ -237,12 +238,21 @@ struct DistConfig {
   double timeout = 600;  ///< seconds
   bool single_process = false;
 };
+/// Whether each new value is looked at, until the first one that is not finite.
+enum class NanCheck : unsigned char { kOff, kOn };
+constexpr auto enum_names(NanCheck) {
+  return std::to_array<EnumName<NanCheck>>({{NanCheck::kOff, "off"}, {NanCheck::kOn, "on"}});
+}
+struct ProfileConfig {
+  std::string steps;  ///< "10..13"; empty: none
+  std::string trace;  ///< a file; empty: trace.json of output.dir
+};
 struct DebugConfig {
+  NanCheck nan = NanCheck::kOff;
   bool dist = false;
-  std::string trace;
-  int64_t trace_from = 3, trace_steps = 3;
   int64_t exposed_units = 0;
   int64_t nan_step = 0, nan_rank = 0, flip_step = 0, flip_rank = 0, slow_rank = 0, slow_ms = 0;
+  int64_t slow_data_ms = 0, slow_link_us = 0;
 };
 
 struct Config {
@@ -263,6 +273,7 @@ struct Config {
   CheckpointConfig checkpoint;
   GuardConfig guard;
   DistConfig dist;
+  ProfileConfig profile;
   DebugConfig debug;
   /// Samples of an epoch and of a step over all ranks, once `resolve_budget` (budget.h) knows them.
   int64_t samples_per_epoch = 0, samples_per_step = 0;

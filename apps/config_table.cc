@@ -296,6 +296,10 @@ void add_data(ConfigTable& t, Config& c) {
       .on_resume(ResumeKind::kIdentity)
       .needs(d.tokens.empty() && !has_chats && d.classify.empty() && d.separator < 0,
              "documents of data.text or data.sources and no data.separator");
+  t.add("data.read_ahead", d.read_ahead, {0, 64},
+        "steps whose batches threads read ahead, one each, where reading takes longer than a step; "
+        "0: the next step's batch is read while a step runs")
+      .on_resume(ResumeKind::kFree);
   t.add("data.restart_positions", d.restart_positions, "positions restart at 0 with each document")
       .on_resume(ResumeKind::kIdentity)
       .needs(!c.model.selected().family().has_alibi,
@@ -762,6 +766,10 @@ void add_guard(ConfigTable& t, Config& c) {
   const bool is_on = g.spike != SpikeAction::kOff;
   t.add("guard.max_skips", g.max_skips, at_least(0),
         "skipped steps in a row (non-finite loss or gradient norm) before the run stops");
+  t.add("guard.first_steps", g.first_steps, at_least(0),
+        "steps of a run after which it warns of a loss that stays flat and of parameters (or "
+        "groups of them) without gradient or that do not change; 0: never")
+      .needs(g.first_steps <= c.train.steps, "guard.first_steps <= train.steps");
   t.add("guard.spike", g.spike,
         "a step whose loss is far above the last ones: skip changes nothing, rewind goes back "
         "to a copy in memory and on with later data; the host waits for each step");
@@ -816,21 +824,27 @@ void add_libraries(ConfigTable& t, Config& c, bool is_cuda) {
         "that it started several");
 }
 
-void add_debug(ConfigTable& t, Config& c) {
+void add_profile(ConfigTable& t, Config& c) {
+  ProfileConfig& p = c.profile;
+  t.add("profile.steps", p.steps,
+        "steps such as 10..13 of which a timeline of all ranks and streams is written, and printed "
+        "what took their time and what to change; empty: none")
+      .one_line();
+  t.add("profile.trace", p.trace,
+        "file of the timeline (Chrome trace, opens in Perfetto); empty: trace.json in output.dir")
+      .one_line()
+      .needs(!p.steps.empty(), "profile.steps");
+}
+
+void add_debug(ConfigTable& t, Config& c, bool is_cuda) {
   DebugConfig& d = c.debug;
   t.add("debug.poison", c.runtime.poison, "fills freed memory with NaN");
   t.add("debug.order_check", c.runtime.order_check,
         "checks that events order all accesses of streams to the same memory");
   t.add("debug.dist", d.dist, "logs each collective as it starts").of_one_rank();
-  t.add("debug.trace", d.trace,
-        "file for the timeline of all streams (Chrome trace, opens in Perfetto); FILE.1 and "
-        "so on for the ranks after the first")
-      .one_line()
-      .needs(d.trace_from <= c.train.steps, "debug.trace_from <= train.steps");
-  t.add("debug.trace_from", d.trace_from, at_least(1), "debug.trace: first step of the timeline")
-      .needs(!d.trace.empty(), "debug.trace");
-  t.add("debug.trace_steps", d.trace_steps, at_least(1), "debug.trace: steps in the timeline")
-      .needs(!d.trace.empty(), "debug.trace");
+  t.add("debug.nan", d.nan,
+        "names the first operation, module and unit whose output or gradient is not finite, and "
+        "parameters that are not: before the first step, and after each update");
   t.add("debug.nan_step", d.nan_step, at_least(0),
         "fault injection: step whose loss becomes NaN; 0: none")
       .needs(d.nan_step <= c.train.steps, "debug.nan_step <= train.steps");
@@ -845,6 +859,11 @@ void add_debug(ConfigTable& t, Config& c) {
         "fault injection: rank that sleeps debug.slow_ms in each step");
   t.add("debug.slow_ms", d.slow_ms, {0, 1e6},
         "fault injection: milliseconds that debug.slow_rank sleeps in each step");
+  t.add("debug.slow_data_ms", d.slow_data_ms, {0, 1e6},
+        "fault injection: milliseconds that a rank's batch of a pass takes longer to read");
+  t.add("debug.slow_link_us", d.slow_link_us, {0, 1e9},
+        "fault injection: microseconds that each collective of the CPU takes longer")
+      .needs(!is_cuda, "device = cpu");
   t.add("debug.exposed_units", d.exposed_units, at_least(0),
         "units in each line of metrics.jsonl whose collectives compute waited for longest");
 }
@@ -880,7 +899,8 @@ std::deque<Field> config_fields(Config& c, bool is_cuda) {
   add_checkpoint(t, c);
   add_guard(t, c);
   add_libraries(t, c, is_cuda);
-  add_debug(t, c);
+  add_profile(t, c);
+  add_debug(t, c, is_cuda);
   resume_as(ResumeKind::kFree);
   return std::move(t.rows());
 }

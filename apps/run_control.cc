@@ -10,7 +10,11 @@
 #include <cmath>
 #include <cstring>
 #include <iterator>
+#include <numeric>
 
+#include "core/glob.h"
+#include "core/split.h"
+#include "core/text.h"
 #include "dist/comm/watchdog.h"
 
 namespace tessera::apps {
@@ -161,6 +165,64 @@ std::string nonfinite_advice(const Config& config, double lr) {
     text += ", the range of f16 (set precision.param_dtype = bf16)";
   }
   return text;
+}
+
+std::string flat_loss(std::span<const double> losses, bool is_new) {
+  std::vector<double> finite;
+  std::copy_if(losses.begin(), losses.end(), std::back_inserter(finite),
+               [](double loss) { return std::isfinite(loss); });
+  const size_t count = finite.size(), third = count / 3;
+  if (third < 3) return "";
+  const auto mean = [&](size_t begin) {
+    return std::accumulate(finite.begin() + static_cast<std::ptrdiff_t>(begin),
+                           finite.begin() + static_cast<std::ptrdiff_t>(begin + third), 0.0) /
+           static_cast<double>(third);
+  };
+  const double first = mean(0), last = mean(count - third);
+  const auto [least, most] = std::minmax_element(finite.begin(), finite.end());
+  const bool is_one_number = *most - *least <= 1e-6 * std::abs(first);
+  if (!is_new && !is_one_number) return "";
+  // Neighbours differ by noise twice over, and hardly by the trend.
+  double squares = 0;
+  for (size_t i = 1; i < count; ++i) squares += std::pow(finite[i] - finite[i - 1], 2);
+  const double variance = squares / (2 * static_cast<double>(count - 1));
+  const double error = std::sqrt(2 * variance / static_cast<double>(third));
+  if (!is_one_number && first - last > 2 * error) return "";
+  return fmt::format("the loss {}: {:.4f} (mean of steps 1 to {}), {:.4f} (of the last {})",
+                     last - first > 2 * error ? "rises" : "stays flat", first, third, last, third);
+}
+
+std::vector<std::string> dead_parameters(const dist::FirstSteps::Found& found,
+                                         const std::vector<dist::ParameterGroup>& groups,
+                                         const std::vector<std::string>& trained) {
+  std::vector<std::string> texts;
+  const auto add = [&](std::vector<std::string> names, const char* of_group, const char* of_some) {
+    const auto is_dead = [&](const std::string& name) {
+      return std::find(names.begin(), names.end(), name) != names.end();
+    };
+    std::vector<std::string> told;
+    for (const dist::ParameterGroup& group : groups) {
+      const auto is_in = [&](const std::string& name) {
+        const std::vector<std::string_view> patterns = split(group.match);
+        return std::any_of(patterns.begin(), patterns.end(),
+                           [&](std::string_view pattern) { return matches_glob(name, pattern); });
+      };
+      std::vector<std::string> members;
+      std::copy_if(trained.begin(), trained.end(), std::back_inserter(members), is_in);
+      if (members.empty() || !std::all_of(members.begin(), members.end(), is_dead)) continue;
+      texts.push_back(fmt::format("{} {} ({} parameters)", of_group, group.match, members.size()));
+      told.insert(told.end(), members.begin(), members.end());
+    }
+    std::erase_if(names, [&](const std::string& name) {
+      return std::find(told.begin(), told.end(), name) != told.end();
+    });
+    constexpr size_t kMost = 5;
+    if (!names.empty())
+      texts.push_back(fmt::format("{} {}", of_some, join_few(names, ", ", kMost)));
+  };
+  add(found.without_gradient, "no gradient comes to the group", "no gradient comes to");
+  add(found.unchanged, "updates do not change the group", "updates do not change");
+  return texts;
 }
 
 RunControl::RunControl(const TrainConfig& config, dist::World& world)

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <deque>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -11,6 +12,8 @@
 #include "core/fatal_signals.h"
 #include "dist/checkpoint/writer.h"
 #include "dist/comm/world.h"
+#include "dist/fsdp/first_steps.h"
+#include "dist/fsdp/groups.h"
 
 // When a run ends early, and which steps count. [Note: Signals]
 // Whatever asks a process to end asks a training for a preemption: SIGTERM, Ctrl-C (SIGINT), a
@@ -106,6 +109,19 @@ class SlowRank {
   };
   std::deque<Step> steps_;
 };
+
+/// Of the losses of the first steps of a training, that they have not fallen: "the loss stays flat: 4.158
+/// (mean of steps 1 to 16), 4.161 (of steps 35 to 50)"; empty if they have. Of a new model the fall of
+/// the means of the first and the last third is compared with twice its standard error, taken from
+/// the differences of neighbours; one that is trained already may stand still: of it only a loss that
+/// is the same number all along. Steps whose loss is not finite do not count.
+std::string flat_loss(std::span<const double> losses, bool is_new);
+
+/// What of the parameters of a training's first steps is worth a warning, one text each: groups of
+/// which none has a gradient, by their pattern, then single parameters.
+std::vector<std::string> dead_parameters(const dist::FirstSteps::Found& found,
+                                         const std::vector<dist::ParameterGroup>& groups,
+                                         const std::vector<std::string>& trained);
 
 /// Whether a loss is far above those before it: more than `spike_z` standard deviations above the
 /// mean of the last `spike_window` losses that were not.

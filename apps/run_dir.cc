@@ -36,9 +36,9 @@ constexpr const char* kRunFile = "/run.json";
 constexpr std::array kStateNames = {"running", "finished", "preempted", "failed"};
 /// What a run writes beside its checkpoints, what goes with its tokenizer among it.
 std::vector<std::string_view> artefacts() {
-  std::vector<std::string_view> names = {"status.json",       "config.toml",    "run.json",
-                                         "metrics.jsonl",     "tokenizer.json", "token_check.txt",
-                                         "model.safetensors", "run.lock",       "references.bin"};
+  std::vector<std::string_view> names = {
+      "status.json",     "config.toml",       "run.json", "metrics.jsonl",  "tokenizer.json",
+      "token_check.txt", "model.safetensors", "run.lock", "references.bin", "profile.json"};
   names.insert(names.end(), text::kCompanionFiles.begin(), text::kCompanionFiles.end());
   return names;
 }
@@ -534,21 +534,25 @@ void RunDir::begin(int64_t step, const std::string& from, const std::string& run
   is_begun_ = true;
 }
 
-std::string trace_path(const Config& config, int rank) {
-  return config.debug.trace + (rank == 0 ? "" : fmt::format(".{}", rank));
+std::string trace_path(const Config& config) {
+  return config.profile.trace.empty() ? config.output.dir + "/trace.json" : config.profile.trace;
 }
 
-void check_trace_path(const Config& config, int rank) {
-  if (config.debug.trace.empty()) return;
-  const std::string name = trace_path(config, rank);
+void check_trace_path(const Config& config) {
+  if (config.profile.steps.empty()) return;
+  const std::string name = trace_path(config);
+  const bool is_given = !config.profile.trace.empty();
   const auto fail = [&](const std::string& what) {
-    throw ConfigError(fmt::format("{}: debug.trace = {}: {}, expected a file that can be written",
-                                  config.origin("debug.trace"), name, what));
+    throw ConfigError(fmt::format("{}: profile.trace = {}: {}, expected a file that can be written",
+                                  config.origin("profile.trace"), name, what));
   };
   const fs::path path(name);
   const std::string parent = parent_of(name);
   std::error_code ignored;
-  if (!fs::is_directory(parent, ignored)) fail("no directory " + parent);
+  if (!fs::is_directory(parent, ignored)) {
+    if (!is_given) return;  // which the run makes
+    fail("no directory " + parent);
+  }
   const std::vector<std::string_view> own = artefacts();
   if (is_same_dir(parent, config.output.dir) &&
       std::find(own.begin(), own.end(), path.filename().string()) != own.end()) {

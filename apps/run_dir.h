@@ -138,11 +138,10 @@ class RunDir {
   bool has_earlier_ = false, is_begun_ = false;
 };
 
-/// ConfigError if the timeline cannot be written to the file of `debug.trace` that is this rank's
-/// at the end: no directory, no right to write, a directory, another file of the run, or a file
-/// with something else in it.
-void check_trace_path(const Config& config, int rank);
-/// That file.
-std::string trace_path(const Config& config, int rank);
+/// Where the timeline of a run goes: profile.trace, or trace.json of its directory.
+std::string trace_path(const Config& config);
+/// ConfigError if the timeline cannot be written there at the end: no directory, no right to write, a
+/// directory, another file of the run, or a file with something else in it.
+void check_trace_path(const Config& config);
 
 }  // namespace tessera::apps

@@ -11,6 +11,7 @@
 #include <tuple>
 
 #include "apps/agreement.h"
+#include "apps/batch_reader.h"
 #include "apps/budget.h"
 #include "apps/checkpointing.h"
 #include "apps/config_table.h"
@@ -19,6 +20,7 @@
 #include "apps/metrics.h"
 #include "apps/options.h"
 #include "apps/parameter_groups.h"
+#include "apps/profile.h"
 #include "apps/run_control.h"
 #include "apps/run_dir.h"
 #include "apps/saved_model.h"
@@ -35,6 +37,8 @@
 #include "core/runtime/staging.h"
 #include "core/text.h"
 #include "dist/comm/watchdog.h"
+#include "dist/fsdp/finite_check.h"
+#include "dist/fsdp/first_steps.h"
 #include "dist/fsdp/shard_view.h"
 #include "dist/fsdp/state_guard.h"
 
@@ -58,6 +62,7 @@ struct PendingStep {
   std::shared_ptr<const MemoryTimeline::Result> memory;
   std::shared_ptr<const dist::ExposedTimes> exposed;
   std::optional<double> spike;  // standard deviations; nothing was applied
+  std::shared_ptr<const dist::FiniteCheck::Checked> checked;  // with debug.nan
   Event done;
 };
 
@@ -139,6 +144,9 @@ class Trainer {
   PendingStep submit_step(int64_t step);
   StepMetrics finish_step(const PendingStep& pending);
   bool accept_step(const PendingStep& pending, const StepMetrics& metrics);
+  void warn_of_first_steps(const StepMetrics& metrics);
+  std::string find_nonfinite(const PendingStep& pending, bool is_finite);
+  void begin_finite_check();
   [[noreturn]] void stop(const PendingStep& pending, const std::string& what);
   std::string find_batches(const PendingStep& pending, bool only_largest);
   void take_snapshot();
@@ -151,8 +159,6 @@ class Trainer {
   void preempt();
   void save_end();
   void end_run();
-  void follow_trace(int64_t step);
-  void write_trace();
   std::optional<double> validate();
   void judge();
 
@@ -195,12 +201,16 @@ class Trainer {
   std::optional<dist::Progress> resumed_;           // from the checkpoint
   bool has_contents_ = false;
   std::unique_ptr<dist::StateGuard> state_guard_;
+  std::unique_ptr<dist::FiniteCheck> finite_check_;  // with debug.nan
+  std::optional<dist::FirstSteps> first_steps_;      // until they are over
+  std::vector<double> first_losses_;
+  std::optional<Profile> profile_;  // with profile.steps
+  std::optional<BatchReader> reader_;
   SlowRank slow_rank_;
   double last_step_ms_ = 0;
   double waited_ms_ = 0;      // for other ranks, in the last step that is over
   double collective_ms_ = 0;  // all of it so far
-  bool is_tracing_ = false;
-  StepRate rate_;  // since the start or the last evaluation
+  StepRate rate_;             // since the start or the last evaluation
 };
 
 /// The loss of validation; nothing if the run is to end first.
@@ -266,6 +276,39 @@ Trainer::Trainer(const Config& config, dist::World& world, Workload& work,
   state_guard_ = std::make_unique<dist::StateGuard>(
       *model_, *fsdp_, *optimizer_, world_, config_.guard.state,
       dist::StateGuard::Extras{{"loss scale", scaler_->scale()}});
+  if (config_.debug.nan == NanCheck::kOn) begin_finite_check();
+  if (!config_.profile.steps.empty()) {
+    profile_.emplace(config_, world_, *model_, *fsdp_, finite_check_.get(),
+                     [this](const std::string& text) { log_->print(text); });
+  }
+  reader_.emplace(samples_,
+                  RankRows{.micro_batch = config_.train.micro_batch,
+                           .num_passes = grad_accum_steps_,
+                           .world_size = world_.world_size(),
+                           .rank = world_.rank()},
+                  config_.data.read_ahead, config_.debug.slow_data_ms);
+  const int64_t num_first = config_.guard.first_steps;
+  if (num_first > 0 && num_first <= config_.train.steps - step_) {
+    first_steps_.emplace(*fsdp_, world_, num_first);
+  }
+}
+
+/// And of what training starts with, which nothing has computed here.
+void Trainer::begin_finite_check() {
+  finite_check_ = std::make_unique<dist::FiniteCheck>(*model_, *fsdp_, *optimizer_, world_);
+  const auto found = finite_check_->find_in_parameters();
+  if (!found) return;
+  const bool is_imported = !resumed_ && !config_.model.from.empty();
+  const std::string source = resumed_      ? checkpoints_.resumed_from()
+                             : is_imported ? config_.model.from
+                                           : std::string("the first values");
+  const std::string what = fmt::format(
+      "{}: {} is not finite, expected finite numbers to start from", source, found->text);
+  world_.control().verdict([&] {
+    if (resumed_) throw CheckpointError(what);
+    if (is_imported) throw InputError(what);
+    throw NumericsError(what);
+  });
 }
 
 /// Everything is there: what it starts from, and the log from there on.
@@ -416,13 +459,10 @@ void Trainer::inject_faults(int64_t step) {
 /// Before the ranks speak at the end of a step of the next one's data: a file that was cut, or a
 /// token out of range, which one of them meets alone, ends all of them between two steps.
 void Trainer::read_batches() {
-  const int64_t B = config_.train.micro_batch;
+  const profiler::HostSpan span("data");
   batches_.clear();
   try {
-    for (int64_t pass = 0; pass < grad_accum_steps_; ++pass) {
-      const int64_t offset = (pass * world_.world_size() + world_.rank()) * B;
-      batches_.push_back(samples_.batch(next_sample_ + offset, B));
-    }
+    batches_ = reader_->take(next_sample_, config_.train.steps - step_ - 1);
   } catch (const InputError& error) {
     data_error_ = error;
   }
@@ -435,24 +475,37 @@ void Trainer::read_first_batches() {
 }
 
 PendingStep Trainer::submit_step(int64_t step) {
-  inject_faults(step + 1);
-  PendingStep pending;
+  const profiler::HostSpan span("step");
   // Of the third step, when all that stays is there.
   std::optional<MemoryTimeline> timeline;
   if (log_ != nullptr && num_submitted_++ == 2) {
     constexpr size_t kMaxPoints = 200;
     timeline.emplace(*Context::current()->allocator(), kMaxPoints);
   }
-  const auto begin_phase = [&](const char* name) {
-    if (timeline) timeline->mark(name);
+  // What is submitted is of a phase: for timelines, the profile's table and tools that read NVTX.
+  std::unique_ptr<profiler::HostSpan> in_phase;
+  const auto enter = [&](const char* phase) {
+    in_phase.reset();
+    in_phase = std::make_unique<profiler::HostSpan>(phase);
+    if (profile_) profile_->enter(step + 1, phase);
+    if (timeline) timeline->mark(phase);
   };
+  enter("forward");
+  inject_faults(step + 1);
+  PendingStep pending;
   pending.step = step + 1;
   pending.first_sample = next_sample_;
   pending.num_targets = samples_.num_targets(next_sample_, samples_per_step_);
   const int64_t B = config_.train.micro_batch;
   // The mean over the step's targets of all ranks: folded in where the gradient starts.
   const Tensor grad_scale = scaler_->grad_scale(1.0 / static_cast<double>(pending.num_targets));
+  std::optional<OpObserverScope> observes;
+  if (OpObserver* const observer = profile_ ? profile_->observer() : finite_check_.get();
+      observer != nullptr) {
+    observes.emplace(observer);
+  }
   for (int64_t pass = 0; pass < grad_accum_steps_; ++pass) {
+    if (finite_check_ != nullptr) finite_check_->begin_pass(static_cast<int>(pass));
     const int64_t offset = (pass * world_.world_size() + world_.rank()) * B;
     random_state() = {.seed = static_cast<uint64_t>(config_.train.seed),
                       .step = static_cast<uint64_t>(step),
@@ -460,12 +513,14 @@ PendingStep Trainer::submit_step(int64_t step) {
                       .sample_offset = offset};
     fsdp_->begin_micro_batch(static_cast<int>(pass), static_cast<int>(grad_accum_steps_));
     const Batch& batch = batches_[static_cast<size_t>(pass)];
-    begin_phase("forward");
+    if (pass > 0) enter("forward");
     const LossSum loss = work_.loss(batch, grad_scale, pending.extras);
-    begin_phase("backward");
+    enter("backward");
     backward(loss.sum, grad_scale);
     pending.losses.push_back(loss.sum.detach().view({1}));
   }
+  observes.reset();
+  enter("optimizer");
   if (config_.debug.nan_step == step + 1 && config_.debug.nan_rank == world_.rank()) {
     pending.losses.back().fill_(std::numeric_limits<double>::quiet_NaN());
   }
@@ -487,11 +542,16 @@ PendingStep Trainer::submit_step(int64_t step) {
       skip = full({}, 1, kU8);
     }
   }
-  begin_phase("optimizer");
   pending.lr = schedule_->lr(step);
   state_guard_->before_update(step + 1);
+  if (first_steps_) first_steps_->before_update();
   optimizer_->step(static_cast<float>(pending.lr), clip.factor, skip);
   state_guard_->after_update();
+  if (first_steps_) first_steps_->after_update();
+  if (finite_check_ != nullptr) {
+    finite_check_->after_update();
+    pending.checked = finite_check_->end_step();
+  }
   fsdp_->end_step();
   if (scaler_->options().scaling != dist::LossScaling::kNone) {
     pending.loss_scale = HostCopy(scaler_->scale());
@@ -502,6 +562,8 @@ PendingStep Trainer::submit_step(int64_t step) {
   if (world_.world_size() > 1) pending.exposed = fsdp_->exposed_times();
   pending.done = current_stream().record();
   if (timeline) pending.memory = std::make_shared<MemoryTimeline::Result>(timeline->result());
+  in_phase.reset();
+  if (profile_) profile_->enter(-1, "");  // until the next step
   return pending;
 }
 
@@ -559,6 +621,7 @@ StepMetrics Trainer::finish_step(const PendingStep& pending) {
   const bool is_accepted = accept_step(pending, m);
   if (pending.loss_scale.is_defined()) m.loss_scale = pending.loss_scale.item();
   if (pending.loss_scale.is_defined() || num_skipped_ > 0) m.skipped = num_skipped_;
+  if (first_steps_) warn_of_first_steps(m);
   if (is_accepted) {
     skips_in_a_row_ = spikes_in_a_row_ = 0;
     guard_.add(m.loss);
@@ -572,6 +635,7 @@ StepMetrics Trainer::finish_step(const PendingStep& pending) {
 /// numbers on every rank. The optimizer has left all states as they were.
 bool Trainer::accept_step(const PendingStep& pending, const StepMetrics& m) {
   const bool is_finite = pending.found_inf.item() == 0;
+  const std::string first = find_nonfinite(pending, is_finite);
   if (is_finite && !pending.spike) return true;
   ++num_skipped_;
   // A scale that can fall may help: the next step starts lower.
@@ -581,9 +645,9 @@ bool Trainer::accept_step(const PendingStep& pending, const StepMetrics& m) {
   std::string what;
   if (!is_finite) {
     what = fmt::format(
-        "step {}: loss {}, gradient norm {}, expected finite numbers; nothing of this step was "
+        "step {}: loss {}, gradient norm {}, expected finite numbers; {}nothing of this step was "
         "applied; {}; {}",
-        m.step, number_text(m.loss), number_text(pending.grad_norm.item()),
+        m.step, number_text(m.loss), number_text(pending.grad_norm.item()), first,
         find_batches(pending, false), nonfinite_advice(config_, pending.lr));
     if (++skips_in_a_row_ > config_.guard.max_skips) stop(pending, what);
   } else {
@@ -597,6 +661,50 @@ bool Trainer::accept_step(const PendingStep& pending, const StepMetrics& m) {
   }
   if (world_.rank() == 0) log_warning("{}", what);
   return false;
+}
+
+/// With debug.nan, "first not finite: output of ...; " of a step that is not. One whose loss and
+/// gradients are finite although something was not is told of; what the optimizer has written cannot
+/// be skipped any more and ends the run.
+std::string Trainer::find_nonfinite(const PendingStep& pending, bool is_finite) {
+  if (pending.checked == nullptr) return "";
+  const auto found = finite_check_->find(*pending.checked);
+  if (!found) {
+    return is_finite ? ""
+                     : "first not finite: the sum over ranks and passes, or the loss: every output "
+                       "of an operation and every gradient was finite; ";
+  }
+  if (found->is_update) {
+    stop(pending, fmt::format("step {}: {} is not finite after the optimizer's update, expected "
+                              "finite numbers; {}",
+                              pending.step, found->text, nonfinite_advice(config_, pending.lr)));
+  }
+  if (is_finite && world_.rank() == 0) {
+    log_warning("step {}: first not finite: {}; loss and gradients are finite", pending.step,
+                found->text);
+  }
+  return fmt::format("first not finite: {}; ", found->text);
+}
+
+/// Once, when they are over: of what does not train.
+void Trainer::warn_of_first_steps(const StepMetrics& m) {
+  first_losses_.push_back(m.loss);
+  const int64_t count = config_.guard.first_steps;
+  if (std::ssize(first_losses_) < count) return;
+  const dist::FirstSteps::Found found = first_steps_->find();
+  first_steps_.reset();
+  if (world_.rank() != 0 || num_skipped_ >= count) return;
+  std::vector<std::string> trained;
+  for (const nn::NamedParameter& p : model_->named_parameters()) {
+    if (p.parameter->tensor.requires_grad()) trained.push_back(p.name);
+  }
+  std::vector<std::string> texts =
+      dead_parameters(found, parameter_rules(config_, *model_).groups, trained);
+  const bool is_new = !resumed_ && config_.model.from.empty();
+  if (std::string flat = flat_loss(first_losses_, is_new); !flat.empty()) {
+    texts.push_back(std::move(flat));
+  }
+  for (const std::string& text : texts) log_warning("the first {} steps: {}", count, text);
 }
 
 void Trainer::stop(const PendingStep&, const std::string& what) {
@@ -652,36 +760,6 @@ void Trainer::rewind() {
   if (log_ != nullptr) {
     log_->print(fmt::format("back to step {}, on with sample {}", step_, next_sample_));
   }
-}
-
-/// Called before a step is submitted: the timeline begins and ends between steps.
-void Trainer::follow_trace(int64_t step) {
-  const DebugConfig& d = config_.debug;
-  if (d.trace.empty()) return;
-  if (step + 1 == d.trace_from) {
-    Context::current()->compute().synchronize();
-    profiler::start();
-    is_tracing_ = true;
-  }
-  if (step + 1 == d.trace_from + d.trace_steps) write_trace();
-}
-
-void Trainer::write_trace() {
-  if (!is_tracing_) return;
-  is_tracing_ = false;
-  Context::current()->compute().synchronize();
-  profiler::stop();
-  const int rank = world_.rank();
-  const std::string path = trace_path(config_, rank);
-  // One time for all ranks, whose nodes agree on the time of day only.
-  const auto time_of_day = std::chrono::system_clock::now().time_since_epoch();
-  const int64_t offset_ns = std::chrono::nanoseconds(time_of_day).count() - profiler::now_ns();
-  const profiler::TraceProcess process{
-      .id = rank,
-      .name = world_.world_size() == 1 ? "tessera" : fmt::format("rank {}", rank),
-      .origin_ns = world_.control().min(profiler::first_event_ns() + offset_ns) - offset_ns};
-  world_.control().verdict([&] { profiler::write_chrome_trace(path, process); });
-  if (log_ != nullptr) log_->print("trace: " + path);
 }
 
 dist::Progress Trainer::progress() const {
@@ -788,7 +866,7 @@ TrainResult Trainer::run() {
   if (step_ == num_steps && !val_loss_) evaluate_end();
   while (step_ < num_steps) {
     if (guard_.rewinds() && step_ % config_.guard.snapshot_every == 0) take_snapshot();
-    follow_trace(step_);
+    if (profile_) profile_->before_step(step_ + 1);
     if (batches_.empty()) read_first_batches();  // back from the last step
     PendingStep submitted = submit_step(step_);
     ++step_;
@@ -845,7 +923,7 @@ TrainResult Trainer::run() {
     }
     if (decision.is_preempted) {
       result_.is_preempted = true;
-      write_trace();
+      if (profile_) profile_->finish();
       preempt();
       return result_;
     }
@@ -886,7 +964,7 @@ void Trainer::save_end() {
 }
 
 void Trainer::end_run() {
-  write_trace();
+  if (profile_) profile_->finish();
   if (!is_end_saved_) save_end();
   work_.show_model(*fsdp_, world_, [&](const std::string& text) {
     write_log([&] { log_->add_sample(step_, text); });
@@ -904,6 +982,7 @@ std::shared_ptr<Context> make_context(Config& config, dist::World& world) {
   world.watchdog().set_timeout(
       std::chrono::milliseconds(static_cast<int64_t>(config.dist.timeout * 1e3)));
   world.watchdog().set_verbose(config.debug.dist);
+  world.watchdog().set_delay(std::chrono::microseconds(config.debug.slow_link_us));
   std::shared_ptr<Context> context;
   const std::optional<DType> stored_dtype = stored_param_dtype(config, world);
   world.control().verdict([&] {
@@ -931,7 +1010,9 @@ TrainResult run_training(const Config& given, dist::World& world,
   const std::unique_ptr<Workload> held = std::move(owned);  // not longer than the scope
   Workload& work = *held;
   work.open(config, world, *context);
-  world.control().verdict([&] { check_trace_path(config, world.rank()); });
+  world.control().verdict([&] {
+    if (world.rank() == 0) check_trace_path(config);
+  });
   RunDir run_dir(config, world);  // held until the end
   Checkpointing checkpoints(config, world);
   StatusFile status(config.output.dir, run_dir);

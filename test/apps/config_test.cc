@@ -424,7 +424,8 @@ TEST_CASE("config: the dump reads back as the same values, whatever they are", "
   config.precision.param_dtype = kBF16;
   config.data.text = "a\"b\\c\n\t\x01\x7f \xc3\xa9";
   config.output.dir = config.checkpoint.dir = "a\"b\\c \xc3\xa9";
-  config.checkpoint.resume = config.debug.trace = config.output.dir;
+  config.checkpoint.resume = config.profile.trace = config.output.dir;
+  config.profile.steps = "2..3";
   config.eval.tasks = "piqa=a\"b\\c \xc3\xa9";
   config.train.global_batch = 0;
   config.runtime.memory_limit = int64_t{3} << 30;
@@ -485,11 +486,11 @@ TEST_CASE("config: true and false may be given bare where they are names", "[con
 TEST_CASE("config: the nearest key is the one that is meant, whatever its section", "[config]") {
   const std::pair<const char*, const char*> cases[] = {
       {"lr", "optim.lr"},
-      {"steps", "train.steps"},
+      {"steps", "train.steps, profile.steps"},
       {"seed", "train.seed"},
       {"text", "data.text"},
       {"model.lr", "optim.lr"},
-      {"training.steps", "train.steps"},
+      {"training.steps", "train.steps, profile.steps"},
       {"batch_size", "train.micro_batch"},
       {"training.local_batch_size", "train.micro_batch"},
       {"per-device-train-batch-size", "train.micro_batch"},

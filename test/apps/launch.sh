@@ -84,16 +84,14 @@ if [ -n "$mpirun" ]; then
   refused "TESSERA_RANKS_PER_NODE on one rank" \
     "TESSERA_RANKS_PER_NODE: not set on rank 0, \"1\" on rank 1, expected the same on all ranks" \
     "${mpi[@]}" -n 1 "${run[@]}" : -n 1 env TESSERA_RANKS_PER_NODE=1 "${run[@]}"
-  # Timelines of ranks.
-  accepted "traces" "${mpi[@]}" -n 2 "${run[@]}" --debug.trace="$dir/trace" --debug.trace_from=1
-  problem=""
-  for rank in 0 1; do
-    file=$dir/trace
-    [ "$rank" = 0 ] || file=$dir/trace.1
-    grep -q "\"process_name\",\"pid\":$rank,.*\"rank $rank\"" "$file" || problem="$problem, no name"
-    ! grep -q "\"pid\":$((1 - rank))" "$file" || problem="$problem, the other's process"
+  # One timeline of all ranks.
+  for num_ranks in 1 2 3; do
+    accepted "a profile of $num_ranks ranks" "${mpi[@]}" -n "$num_ranks" "${run[@]}" \
+      --train.steps=5 --train.eval_every=3 --profile.steps=2..4 --profile.trace="$dir/trace"
+    problem=$(python3 "$(dirname "$0")/check_trace.py" "$dir/trace" "$num_ranks" 2 4 2>&1) || \
+      problem="${problem:-status $?}"
+    report "a timeline of $num_ranks ranks is whole" "$problem"
   done
-  report "traces of ranks have process ids and names" "$problem"
 fi
 
 # Descriptors that are closed at the start do not become files of the run.

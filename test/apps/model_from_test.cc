@@ -125,6 +125,48 @@ TEST_CASE("model_from: keys that are to be ignored give no warning, and hide no 
         model + "/config.json: key my_scale = 2 is not supported for LlamaForCausalLM");
 }
 
+TEST_CASE("model_from: a weight that is not finite, or not in f16, is named before the first step",
+          "[model_from]") {
+  const std::string family = "llama2";
+  const auto error = [&](int world_size, const std::string& value, const char* dtype) {
+    const TempDir dir;
+    std::filesystem::copy(folder(family), dir / "hf", std::filesystem::copy_options::recursive);
+    if (!value.empty()) {
+      std::fstream file(dir / "hf/model.safetensors",
+                        std::ios::in | std::ios::out | std::ios::binary);
+      file.seekp(-4, std::ios::end);
+      file.write(value.data(), 4);
+    }
+    Config config = config_for(dir, family,
+                               {"--debug.nan=on", "--guard.max_skips=100",
+                                std::string("--precision.param_dtype=") + dtype});
+    config.model.from = dir / "hf";
+    std::string text;
+    try {
+      dist::run_ranks(world_size, [&](dist::World& world) { train(config, world); });
+    } catch (const Error& e) {
+      text = e.what();
+      CHECK(e.exit_status() == 3);
+      CHECK(text.starts_with(dir / "hf"));
+      text = text.substr((dir / "hf").size());
+    }
+    return text;
+  };
+  const std::string nan("\x00\x00\xc0\x7f", 4), million("\x00\x24\x74\x49", 4);
+  for (const int world_size : {1, 2}) {
+    CAPTURE(world_size);
+    CHECK(error(world_size, "", "f16").empty());
+    CHECK(error(world_size, million, "f32").empty());
+    CHECK(error(world_size, nan, "f32") ==
+          "/model.safetensors: tensor model.norm.weight has a value that is nan, expected finite "
+          "ones");
+    const std::string text = error(world_size, million, "f16");
+    CHECK_THAT(text, Catch::StartsWith(": low-precision copy of parameter norm.weight (1 of the "));
+    CHECK_THAT(text, Catch::Contains(" values here) in unit head") &&
+                         Catch::EndsWith(" is not finite, expected finite numbers to start from"));
+  }
+}
+
 TEST_CASE("model_from: sizes that the files do not bear out get no further", "[model_from]") {
   const TempDir dir;
   const std::string model = dir / "model";

@@ -339,3 +339,43 @@ TEST_CASE("run_control: a log that nobody reads any more asks for a preemption, 
     CHECK(std::count(metrics.begin(), metrics.end(), '\n') == 3);
   }
 }
+
+TEST_CASE("run_control: a loss that does not fall is told from one that does", "[run_control]") {
+  uint32_t noise = 1;
+  const auto losses = [&](double slope, double spread) {
+    std::vector<double> all;
+    for (int i = 0; i < 50; ++i) {
+      noise = noise * 1664525u + 1013904223u;
+      all.push_back(4.0 + slope * i + spread * (static_cast<double>(noise) / 0x1p32 - 0.5));
+    }
+    return all;
+  };
+  CHECK(flat_loss(losses(-0.02, 0.2), true).empty());
+  CHECK(flat_loss(losses(-0.001, 1e-3), true).empty());
+  CHECK(flat_loss(losses(0, 0.2), true).starts_with("the loss stays flat: "));
+  CHECK(flat_loss(losses(0.02, 0.2), true).starts_with("the loss rises: "));
+  // Of a trained model only one that is a constant.
+  CHECK(flat_loss(losses(0, 0.2), false).empty());
+  const std::string constant =
+      "the loss stays flat: 4.0000 (mean of steps 1 to 16), 4.0000 (of the last 16)";
+  for (const bool is_new : {false, true}) CHECK(flat_loss(losses(0, 0), is_new) == constant);
+  // Steps that were not finite are none.
+  std::vector<double> some = losses(0, 0);
+  some[3] = NAN, some[40] = INFINITY;
+  CHECK(flat_loss(some, true) == constant);
+  CHECK(flat_loss(std::vector<double>(8, 1.0), true).empty());
+}
+
+TEST_CASE("run_control: parameters that do not train, by group and by name", "[run_control]") {
+  const std::vector<std::string> trained = {"a.w", "a.b", "b.w", "b.b", "head.w"};
+  const std::vector<dist::ParameterGroup> groups = {{.match = "*.b"}, {.match = "head.*, b.w"}};
+  using Texts = std::vector<std::string>;
+  CHECK(dead_parameters({}, groups, trained).empty());
+  CHECK(dead_parameters({.without_gradient = {"a.b", "b.b"}}, groups, trained) ==
+        Texts{"no gradient comes to the group *.b (2 parameters)"});
+  CHECK(dead_parameters({.without_gradient = {"a.b"}, .unchanged = {"b.w", "head.w", "a.w"}},
+                        groups, trained) ==
+        Texts{"no gradient comes to a.b",
+              "updates do not change the group head.*, b.w (2 parameters)",
+              "updates do not change a.w"});
+}

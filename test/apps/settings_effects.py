@@ -49,7 +49,7 @@ class Result:
                 events = json.load(file)
         except FileNotFoundError:
             return {}
-        events = events["traceEvents"] if isinstance(events, dict) else events
+        events = [e for e in events if e["pid"] == 0]  # of the first rank
         names = {e["tid"]: e["args"]["name"] for e in events
                  if e["ph"] == "M" and e["name"] == "thread_name"}
         streams = {name: [] for name in names.values()}
@@ -174,7 +174,7 @@ class Runs:
 
     def start(self, keys, ranks, directory, watch, stop, variables=None):
         keys.setdefault("output.dir", os.path.join(directory, "out"))
-        keys.setdefault("debug.trace", os.path.join(directory, "trace.json"))
+        keys.setdefault("profile.trace", os.path.join(directory, "trace.json"))
         is_simt = keys.get("device") == "cuda" and self.options.simt
         command = [self.options.simt if is_simt else os.path.join(self.apps, "tessera-train")]
         for key, value in keys.items():
@@ -235,7 +235,7 @@ class Runs:
 BASE = {"device": "cpu", "data.text": "@TEXT@", "model.layers": 2, "model.heads": 2,
         "model.width": 16, "model.context": 8, "train.steps": 4, "train.micro_batch": 2,
         "train.threads": 1, "optim.lr": 0.01, "optim.schedule": "constant", "optim.final_lr": 0.01,
-        "debug.trace_from": 2, "debug.trace_steps": 2}
+        "profile.steps": "2..3"}
 GPT2 = {"model.kind": "gpt2"}
 BERT = {"model.kind": "bert", "data.mask_token": 0}
 SOURCES = {"data.text": "UNSET", "data.sources": "@A@", "data.separator": 32, "model.vocab": 61}
@@ -258,7 +258,7 @@ NAN = {"debug.nan_step": 3, "guard.max_skips": 1}
 SPIKE = {"guard.spike": "skip", "guard.spike_window": 2, "guard.spike_z": 1e-3,
          "train.steps": 12, "optim.lr": 1.0, "optim.final_lr": 1.0, "guard.max_spikes": 100}
 SAVES = {"checkpoint.every": 1, "train.steps": 6, "checkpoint.best": "false"}
-SIMT = {"device": "cuda", "model.layers": 1, "train.steps": 2, "debug.trace": "",
+SIMT = {"device": "cuda", "model.layers": 1, "train.steps": 2, "profile.steps": "UNSET",
         "precision.param_dtype": "f32"}
 SCALED = {"model.rope_scaling": "llama3", "model.rope_factor": 8.0,
           "model.rope_original_context": 16}
@@ -500,6 +500,8 @@ ROWS = [
     Row("data.mask_probability", 0.4, other_numbers, BERT),
     Row("data.separator", 32, other_numbers, {"model.kind": "bloom", "data.restart_positions": "true"}),
     Row("data.separator", 32, other_numbers, GPT2 | {"data.restart_positions": "true"}),
+    Row("data.read_ahead", 4, lambda a, b: b.values("step_ms")[-1] < a.values("step_ms")[-1] / 2,
+        {"debug.slow_data_ms": 100, "train.steps": 12}, same=True),
     Row("data.restart_positions", "true", other_numbers, GPT2 | {"data.separator": 32}),
     Row("train.z_loss", 0.01, other_numbers),
     Row("train.label_smoothing", 0.1, other_numbers),
@@ -542,7 +544,7 @@ ROWS = [
         WIDE | {"train.threads": 0}, same=True, watch=True),
     Row("train.reproducible", "true", other_tree, {"train.global_batch": 8}, ranks=2),
     Row("train.max_minutes", 0.002, lambda a, b: b.status == 0 and 0 < len(b.steps) < 100000,
-        {"train.steps": 100000, "debug.trace": ""}, skip_base=True),
+        {"train.steps": 100000, "profile.steps": "UNSET"}, skip_base=True),
     Row("sample.tokens", 5, lambda a, b: a.sample() is None and len(b.sample()) == len("line ") + 5 + 1,
         {"data.tokenizer": "char", "sample.prompt": "line "}, same=True),
     Row("sample.prompt", "easy", lambda a, b: b.sample().startswith("easy"), SAMPLE, same=True),
@@ -716,8 +718,10 @@ ROWS = [
     Row("guard.snapshot_every", 1, lambda a, b: a.text.count("back to step") > 0 and
         re.findall("back to step (.*),", a.text) != re.findall("back to step (.*),", b.text),
         SPIKE | {"guard.spike": "rewind"}),
+    Row("guard.first_steps", 4, lambda a, b: "the first 4 steps: updates do not change" in b.text and
+        "steps: updates" not in a.text, {"optim.lr": 0, "optim.final_lr": 0}),
     Row("dist.timeout", 2, lambda a, b: b.status != 0 and b.seconds < 60,
-        {"train.steps": 100000, "debug.trace": ""}, ranks=2, stop=True, skip_base=True),
+        {"train.steps": 100000, "profile.steps": "UNSET"}, ranks=2, stop=True, skip_base=True),
     Row("dist.single_process", "true", lambda a, b: a.status == 2 and b.status == 0,
         env={"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}),
     Row("debug.flip_step", 3, exits_with(5), {"guard.state_checksum": "true"}),
@@ -731,12 +735,14 @@ ROWS = [
         same=True),
     Row("debug.dist", "true", lambda a, b: b.text.count("all_gather") > 5 > a.text.count("all_gather"),
         ranks=2, same=True),
-    Row("debug.trace", "@DIR/there.json", lambda a, b: "there.json" in b.files(), same=True),
-    Row("debug.trace_from", 4, lambda a, b: b.count("attention_fwd") > a.count("attention_fwd") == 4,
-        {"train.steps": 8, "train.eval_every": 4}, same=True),
-    Row("debug.trace_steps", 1, lambda a, b: 2 * b.count("attention_fwd") == a.count("attention_fwd"),
-        same=True),
+    Row("profile.steps", "4..8", lambda a, b: b.count("attention_fwd") > a.count("attention_fwd") == 4
+        and "limited by" in b.text, {"train.steps": 8, "train.eval_every": 4}, same=True),
+    Row("profile.trace", "@DIR/there.json", lambda a, b: "there.json" in b.files(), same=True),
+    Row("debug.slow_link_us", 2000, lambda a, b: min(b.values("step_ms")) >= 20, ranks=2, same=True),
+    Row("debug.slow_data_ms", 40, lambda a, b: min(b.values("step_ms")) >= 40, same=True),
     Row("debug.exposed_units", 2, lambda a, b: len(b.steps[0].get("exposed_units", [])) == 2, ranks=2,
+        same=True),
+    Row("debug.nan", "on", lambda a, b: b.count("mark_nonfinite") > a.count("mark_nonfinite") == 0,
         same=True),
     Row("debug.nan_step", 2, lambda a, b: b.values("skipped")[-1] == 1, {"guard.max_skips": 1}),
     Row("debug.nan_rank", 1, lambda a, b: "not finite: rank 1" in b.text and

@@ -25,6 +25,7 @@
 #include "kernels/reduce/reduce.h"
 #include "nn/linear.h"
 #include "test/apps/runs.h"
+#include "test/stderr_of.h"
 #include "test/temp_dir.h"
 #include "test/testing.h"
 
@@ -340,23 +341,52 @@ TEST_CASE("trainer: strategies, wrappings and recompute policies give the same b
 
 TEST_CASE("trainer: the timeline and what compute waited for are written", "[trainer]") {
   const TempDir dir;
-  const Config config = small_config(
-      dir, {"--train.steps=6", "--debug.trace=" + dir / "trace.json", "--debug.trace_from=2",
-            "--debug.trace_steps=2", "--debug.exposed_units=2"});
+  const Config config =
+      small_config(dir, {"--train.steps=6", "--profile.steps=2..3", "--debug.exposed_units=2"});
   dist::run_ranks(2, [&](dist::World& world) { train(config, world); });
-  for (const char* name : {"trace.json", "trace.json.1"}) {
-    const auto trace = nlohmann::json::parse(read_file(dir / name));
+  // Of both ranks, which here are threads of one process: each has its own streams.
+  const auto trace = nlohmann::json::parse(read_file(dir / "out/trace.json"));
+  for (const int rank : {0, 1}) {
+    CAPTURE(rank);
     std::map<std::string, int> tasks, rows;
+    int num_counters = 0;
     for (const auto& event : trace) {
+      if (event["pid"] != rank) continue;
       if (event["ph"] == "X") ++tasks[event["name"].get<std::string>()];
+      if (event["ph"] == "C") ++num_counters;
       if (event["name"] == "thread_name") ++rows[event["args"]["name"].get<std::string>()];
     }
-    CAPTURE(name);
     CHECK(tasks["all_gather blocks.0"] > 0);
     CHECK(tasks["reduce_scatter embedding"] > 0);
     CHECK(tasks["matmul"] > 0);
-    for (const char* stream : {"compute", "all_gather", "reduce_scatter"}) CHECK(rows[stream] > 0);
+    for (const char* stream : {"compute", "all_gather", "reduce_scatter", "host"}) {
+      CHECK(rows[stream] == 1);
+    }
+    // On the host: two steps, their phases, calls of units; on compute: the same by its own time.
+    CHECK(tasks["step"] == 2);
+    CHECK(tasks["step 2"] == 1);
+    CHECK(tasks["step 3"] == 1);
+    CHECK(tasks["forward blocks.0"] == 2);
+    CHECK(tasks["backward blocks.1"] == 2);
+    CHECK(tasks["gather_forward blocks.0"] > 0);
+    CHECK(tasks["reduce blocks.0"] > 0);
+    CHECK(tasks["data"] >= 1);
+    CHECK(num_counters > 10);
   }
+  const auto profile = nlohmann::json::parse(read_file(dir / "out/profile.json"));
+  REQUIRE(profile["steps"].size() == 2);
+  for (const auto& step : profile["steps"]) {
+    double sum = 0;
+    for (const char* part :
+         {"compute_ms", "gather_ms", "reduce_ms", "data_ms", "host_ms", "optimizer_ms"}) {
+      CHECK(step[part].get<double>() >= 0);
+      sum += step[part].get<double>();
+    }
+    CHECK(sum == Approx(step["ms"].get<double>()));
+    CHECK(step["compute_ms"].get<double>() > 0);
+    CHECK(step["optimizer_ms"].get<double>() > 0);
+  }
+  CHECK_FALSE(profile["limited_by"].get<std::string>().empty());
   for (const auto& step : read_metrics(dir)) {
     CHECK(step["exposed_gather_ms"].get<double>() >= 0);
     CHECK(step["exposed_reduce_ms"].get<double>() >= 0);
@@ -369,6 +399,66 @@ TEST_CASE("trainer: the timeline and what compute waited for are written", "[tra
     CHECK(units[0]["unit"] != units[1]["unit"]);
   }
   CHECK(read_metrics(dir).size() == 6);
+}
+
+TEST_CASE("trainer: debug.nan names where a value is not finite first", "[trainer]") {
+  const auto with_check = [](std::vector<std::string> extra) {
+    extra.push_back("--debug.nan=on");
+    return extra;
+  };
+  for (const int world_size : {1, 2}) {
+    CAPTURE(world_size);
+    // Whatever is finite is not named, also where freed memory is NaN; and no bit changes.
+    for (const std::vector<std::string>& extra : std::vector<std::vector<std::string>>{
+             {},
+             {"--recompute.policy=full", "--train.grad_accum_steps=2"},
+             {"--model.kind=gpt2", "--model.dropout=0.1", "--fsdp.strategy=shard_grad_op",
+              "--precision.param_dtype=bf16"},
+             {"--model.kind=bloom", "--recompute.policy=selective", "--fsdp.gradient_pieces=true",
+              "--fsdp.offload=optimizer"}}) {
+      CAPTURE(extra);
+      const auto off = run(world_size, extra), on = run(world_size, with_check(extra));
+      REQUIRE(on.size() == off.size());
+      for (size_t i = 0; i < on.size(); ++i) {
+        CHECK(on[i]["loss"] == off[i]["loss"]);
+        CHECK(on[i]["grad_norm"] == off[i]["grad_norm"]);
+      }
+    }
+    const auto error = [&](const std::vector<std::string>& extra) {
+      return error_of([&] { run(world_size, with_check(extra)); });
+    };
+    CHECK_THAT(error({"--debug.nan_step=3"}),
+               Catch::Contains("every output of an operation and every gradient was finite"));
+    // The update leaves f32, or what is computed with it does.
+    const std::string update = error(
+        {"--optim.lr=1e38", "--optim.final_lr=1e38", "--optim.warmup_steps=0", "--optim.name=sgd"});
+    CAPTURE(update);
+    const auto says = [&](const char* text) { return update.find(text) != std::string::npos; };
+    CHECK((says("is not finite after the optimizer's update") ||
+           (says("; first not finite: ") &&
+            says(" of norm (RmsNorm(24, eps 1e-05), unit head), pass 0"))));
+  }
+}
+
+TEST_CASE("trainer: the first steps tell what does not train", "[trainer]") {
+  const auto warnings = [&](int world_size, const std::vector<std::string>& extra) {
+    std::vector<std::string> all = {"--guard.first_steps=12"};
+    all.insert(all.end(), extra.begin(), extra.end());
+    return testing::stderr_of([&] { run(world_size, all); });
+  };
+  for (const int world_size : {1, 2}) {
+    CAPTURE(world_size);
+    CHECK_THAT(warnings(world_size, {}), !Catch::Contains("the first 12 steps"));
+    const std::string still =
+        warnings(world_size, {"--optim.groups=*.mlp.*: lr_scale=0", "--optim.weight_decay=0"});
+    CHECK_THAT(still,
+               Catch::Contains("the first 12 steps: updates do not change the group *.mlp.*"));
+    CHECK_THAT(still, !Catch::Contains("stays flat"));
+    const std::string flat =
+        warnings(world_size, {"--optim.lr=0", "--optim.final_lr=0", "--optim.schedule=constant"});
+    CHECK_THAT(flat, Catch::Contains("the first 12 steps: the loss stays flat: "));
+    CHECK_THAT(flat, Catch::Contains("the first 12 steps: updates do not change "));
+  }
 }
 
 TEST_CASE("trainer: the same run twice gives the same bits", "[trainer]") {
