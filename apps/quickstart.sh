@@ -2,13 +2,20 @@
 # From a fresh clone to a language model: installs what is missing, builds, prepares real English
 # text, trains a small Llama-style model on two ranks with fully sharded parameters, and prints text
 # that the model writes. Further arguments go to the trainer (--train.steps=100). A second time it
-# leaves what it has trained, unless --output.overwrite is one of them.
+# leaves what it has trained, unless --output.overwrite is one of them. For tests: with
+# --programs=DIR, the first of them, nothing is set up or built.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source apps/mpirun.sh
 
-bash apps/setup.sh
-ninja -C build apps/tessera-train apps/tessera-generate
+programs=build/apps
+if [[ ${1:-} == --programs=* ]]; then
+  programs=${1#*=}
+  shift
+else
+  bash apps/setup.sh
+  ninja -C build apps/tessera-train apps/tessera-generate
+fi
 
 text=out/data/kjv.txt
 bible=$(command -v bible || echo /usr/games/bible)
@@ -29,4 +36,4 @@ if [ ! -s $text ]; then
   fi
 fi
 
-run_mpi 2 build/apps/tessera-train configs/quickstart.toml --data.text="$text" "$@"
+run_mpi 2 "$programs/tessera-train" configs/quickstart.toml --data.text="$text" "$@"

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Runs the commands of all README files, with small substitutes for sizes and files.
+"""Runs the commands of all README files and guides, with small substitutes for sizes and files.
 
-Every command of a fenced block without a language is run in order, in one directory, after the
-substitutions below, or is listed with the reason why it cannot run here. One that is neither, a
-reason that no command needs, and a command that fails are failures.
+Every command of a fenced block without a language is run in order, a directory a page, after the
+substitutions below, or is listed with the reason why it cannot run here. One that is neither, a line
+that is no command, a program that is elsewhere, a reason that no command needs, and a command that
+fails are failures. Links between pages, and to their headings, have to be right.
 Usage: readme_commands.py ROOT BUILD MPIRUN
 """
 import json
@@ -19,6 +20,14 @@ import tempfile
 SUBSTITUTES = [
     ("", r"^mpirun ", "{mpirun} --oversubscribe "),  # fewer cores than ranks
     ("tessera-train", r"--train\.steps=\d+", "--train.steps=3"),
+    ("bash apps/quickstart.sh", r"$", " --programs=build/apps --device=cpu --train.steps=2"
+     " --model.layers=1 --model.width=64 --model.heads=2 --model.context=64 --train.micro_batch=2"
+     " --train.eval_batches=1 --sample.tokens=3"),
+    ("--profile.steps", r"--profile\.steps=[\d.]+", "--profile.steps=2..3"),
+    ("configs/fsdp_", r"$", " --device=cpu --train.steps=2 --train.grad_accum_steps=2 --train.eval_every=0"
+     " --train.eval_batches=1 --model.layers=1 --model.width=64 --model.heads=2 --model.kv_heads=1"
+     " --model.context=64"),
+    ("bench-collectives", r"--max=\w+", "--max=64K --runs=1 --device=cpu"),
     ("tessera-train configs/llama_tiny", r"$", " --device=cpu --train.log_every=1"),
     ("--checkpoint.every=100", r"$", " --train.steps=4"),
     ("tessera-train", r"--checkpoint\.every=\d+", "--checkpoint.every=2"),
@@ -32,27 +41,27 @@ SUBSTITUTES = [
 
 # What cannot run here, and why.
 NOT_RUN = {
-    r"bash apps/quickstart\.sh": "sets up the machine, builds and trains for minutes",
-    r"bash apps/chat\.sh": "the same; apps/chat_script is it at a small size",
+    r"bash apps/chat\.sh": "apps/chat_script is it at a small size",
     r"bash test/run\.sh": "runs this suite",
     r"tessera-bench-fsdp (memory|batch)": "is a test of its own (apps/bench/fsdp)",
     r"tessera-bench-fsdp overlap": "measures a quiet machine",
     r"python3 apps/compare/": "needs PyTorch",
-    r"meson install|-n 2 (mlp|own_trainer) ": "is a test of its own (apps/install)",
+    r"meson install|^export |g\+\+|-n 2 (mlp|own_trainer) |custom_op": "is a test of its own (apps/install)",
     r"--device=cuda": "needs a GPU",
     r"test/gpu/bundle\.sh|tessera-gpu/run\.sh": "needs nvcc and a GPU",
 }
 
 
-def readmes(root):
+def pages(root):
     for folder, dirs, files in os.walk(root):
-        dirs[:] = sorted(d for d in dirs if not d.startswith((".", "build")))
-        if "README.md" in files:
-            yield os.path.join(folder, "README.md")
+        dirs[:] = sorted(d for d in dirs if not d.startswith((".", "build", "out")))
+        for name in sorted(files):
+            if name.endswith(".md"):
+                yield os.path.join(folder, name)
 
 
 def commands(path):
-    """The commands of the fenced blocks, continued lines joined, without comments."""
+    """The commands of the fenced blocks without a language, continued lines joined, no comments."""
     fence, block = None, ""
     for line in open(path, encoding="utf-8"):
         line = line.rstrip("\n")
@@ -67,13 +76,39 @@ def commands(path):
             continue
         command = re.sub(r"\s+#\s.*$", "", block).strip()
         block = ""
-        if re.match(r"(mpirun|bash|python3|meson|tar|build/|tessera-)", command):
+        if command and not command.startswith("#"):
             yield command
+
+
+def anchors(path):
+    """The headings of a page as a link names them."""
+    text = re.sub(r"^```.*?^```", "", open(path, encoding="utf-8").read(), flags=re.MULTILINE | re.DOTALL)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+            for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE)}
+
+
+def broken_links(path):
+    text = re.sub(r"^```.*?^```", "", open(path, encoding="utf-8").read(), flags=re.MULTILINE | re.DOTALL)
+    for link in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`]*`", "", text)):
+        name, _, anchor = link.partition("#")
+        if "://" in name:
+            continue
+        target = os.path.normpath(os.path.join(os.path.dirname(path), name)) if name else path
+        if not os.path.exists(target):
+            yield "%s: there is no %s" % (path, link)
+        elif anchor and anchor not in anchors(target):
+            yield "%s: no heading is %s" % (path, link)
 
 
 def prepare(folder, root, build):
     for name, target in [("build", build), ("configs", os.path.join(root, "configs"))]:
         os.symlink(target, os.path.join(folder, name))
+    os.mkdir(os.path.join(folder, "apps"))  # what quickstart.sh looks for beside itself
+    for name in ("quickstart.sh", "mpirun.sh"):
+        shutil.copy(os.path.join(root, "apps", name), os.path.join(folder, "apps"))
+    for name in ("core", "kernels", "nn", "optim", "dist", "test"):  # without bible-kjv, its text
+        os.mkdir(os.path.join(folder, name))
+    shutil.copy(os.path.join(root, "core/tensor.h"), os.path.join(folder, "core"))
     model = os.path.join(folder, "Qwen3-0.6B")
     shutil.copytree(os.path.join(root, "test/golden/hf/qwen3"), model)
     with open(os.path.join(model, "tokenizer.json"), "w") as file:  # of 40 ids, as the model has
@@ -109,10 +144,18 @@ def main():
     environment = dict(os.environ, OMP_WAIT_POLICY="passive")
     if os.getuid() == 0:
         environment.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
-    with tempfile.TemporaryDirectory() as folder:
-        prepare(folder, root, build)
-        for path in readmes(root):
-            for command in commands(path):
+    environment["MPIRUN_FLAGS"] = "--oversubscribe"
+    for path in pages(root):
+        failures += broken_links(path)
+        page = list(commands(path))
+        if not page:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            prepare(folder, root, build)
+            for command in page:
+                for program in re.findall(r"\bbuild/[\w./-]*tessera-[\w-]+", command):
+                    if not os.path.exists(os.path.join(folder, program)):
+                        failures.append("%s: there is no %s" % (path, program))
                 reasons = [pattern for pattern in NOT_RUN if re.search(pattern, command)]
                 if reasons:
                     used.update(reasons)
@@ -126,17 +169,17 @@ def main():
                     if where in command:
                         run = re.sub(old, new.format(mpirun=mpirun), run, count=1)
                 print("+ " + run, flush=True)
-                if not re.search(r"tessera-(train|generate|chat|eval|checkpoint|tokenize|bench)", run):
+                if not re.search(r"build/apps/[\w/]*tessera-|^bash apps/quickstart\.sh |^cmp ", run):
                     failures.append("%s: %s: neither known nor listed as not run" % (path, command))
                     continue
                 result = subprocess.run(["bash", "-c", run], cwd=folder, env=environment,
                                         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                                         stderr=subprocess.STDOUT, text=True, errors="replace")
                 if result.returncode != 0:
-                    failures.append("status %d: %s\n%s" % (result.returncode, run,
-                                                           result.stdout[-2000:]))
+                    failures.append("%s: status %d: %s\n%s" % (path, result.returncode, run,
+                                                               result.stdout[-2000:]))
     for pattern in sorted(set(NOT_RUN) - used):
-        failures.append("%s is listed as not run, but no README has such a command" % pattern)
+        failures.append("%s is listed as not run, but no page has such a command" % pattern)
     for failure in failures:
         print(failure)
     print("%d failures" % len(failures))

@@ -2,7 +2,7 @@
 """How training speed grows with the size of the work: tokens a second by context, depth, vocabulary
 and number of ranks, each beside what its formula says.
 
-    python3 apps/compare/growth.py build/apps/tessera-bench-train [--steps 5] [--device cpu]
+    python3 apps/compare/growth.py build/apps/bench/tessera-bench-train [--steps 5] [--device cpu]
 
 A small GPT-2 (4 layers of width 256, 4 heads, 4 x 128 tokens) of which one size at a time changes.
 `step / floor` is what tessera-bench-train prints: time over that of the formula's multiply-adds and

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Kernels beside PyTorch's operations on the CPU, in turn: A B A B ...
 
-    python3 apps/compare/ops.py build/apps/tessera-bench-kernels [--shapes gpt2,llama] [--threads 2]
+    python3 apps/compare/ops.py build/apps/bench/tessera-bench-kernels [--shapes gpt2,llama] [--threads 2]
         [--pairs 10] [--filter NAME] [--quick]
 
 A Markdown table, a line a kernel: the percent of the roofline that tessera-bench-kernels measures
