@@ -5,7 +5,8 @@ Installs into a temporary prefix and checks there that
     and a nn/module.h of its own; their macros and the libraries' symbols are of this project;
   - the projects of apps/examples build by Meson, by CMake and by one line with pkg-config, with the
     shared and with the static library, and what they build runs, alone and on two ranks;
-  - a training of a program's own parts (own_trainer) is killed and resumed: the same bits.
+  - a training of a program's own parts (own_trainer: model, data, loss, optimizer and callback, in a
+    main of at most 40 lines) is killed and resumed: the same bits.
 What must fail is tried too: an older standard, and a version that is not there.
 """
 
@@ -214,6 +215,20 @@ def run_examples(install, folders, mpirun):
     check_resume(runner, folders[1] / "own_trainer", max_ranks)
 
 
+def check_own_main(source):
+    """All of a program's own parts are in it, and its main is short."""
+    code = source.read_text()
+    body = code[code.index("int main("):]
+    for part in ("make_model<", "set_samples(", "set_loss(", "set_optimizer(", "add_callback("):
+        expect(part in body, "%s: main does not call %s" % (source.name, part))
+    for base in ("nn::Module", "optim::Optimizer", "apps::Callback"):
+        expect(re.search(r"(class|struct) \w+ (final )?: (public )?%s" % base, code),
+               "%s: no %s of its own" % (source.name, base))
+    num_lines = len(body[:body.index("\n}\n") + 2].splitlines())
+    expect(num_lines <= 40, "%s: main has %d lines, expected at most 40" % (source.name, num_lines))
+    print("%s: main has %d lines" % (source.name, num_lines))
+
+
 def check_resume(runner, program, num_ranks):
     """A run that is killed and resumed has the bits of one that is not."""
     def arguments(out):
@@ -243,6 +258,7 @@ def main():
             concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         install = Install(source, build, meson, work)
         shutil.copytree(install.source / "apps/examples", install.work / "examples")
+        check_own_main(install.source / "apps/examples/own_trainer.cc")
         check_symbols(install)
         check_flags(install)
         by_meson, by_cmake, by_line = (install.work / name for name in ("meson", "cmake", "line"))
