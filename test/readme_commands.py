@@ -4,7 +4,8 @@
 Every command of a fenced block without a language is run in order, a directory a page, after the
 substitutions below, or is listed with the reason why it cannot run here. One that is neither, a line
 that is no command, a program that is elsewhere, a reason that no command needs, and a command that
-fails are failures. Links between pages, and to their headings, have to be right.
+fails are failures. Links between pages, and to their headings, have to be right, and so have keys of
+configurations and their values.
 Usage: readme_commands.py ROOT BUILD MPIRUN
 """
 import json
@@ -100,6 +101,32 @@ def broken_links(path):
             yield "%s: no heading is %s" % (path, link)
 
 
+def known_keys(train):
+    """Each key of a configuration, and the words that it takes (none: anything)."""
+    text = subprocess.run([train, "--help"], stdout=subprocess.PIPE, text=True, check=True).stdout
+    keys = {}
+    for key, value in re.findall(r"^  --(\w+\.\w+) .*\n +(.*)$", text, re.MULTILINE):
+        words = re.match(r"one of (.*?);", value)
+        keys[key] = words.group(1).split(", ") if words else []
+    return keys
+
+
+def wrong_keys(path, keys):
+    sections = "|".join(sorted({key.split(".")[0] for key in keys}))
+    text = re.sub(r"^```.*?^```", "", open(path, encoding="utf-8").read(), flags=re.MULTILINE | re.DOTALL)
+    for span in re.findall(r"`([^`\n]+)`", text):
+        if "[[" in span or span.startswith("unknown key"):
+            continue
+        for key, value in re.findall(r"(?<![\w./-])(?:--)?((?:%s)\.[a-z_0-9]+)\b(?![/.(])(?: ?= ?\"?(\w+))?"
+                                     % sections, span):
+            if key.endswith((".json", ".safetensors")):
+                continue
+            if key not in keys:
+                yield "%s: `%s`: there is no key %s" % (path, span, key)
+            elif value and keys[key] and value not in keys[key] and not value.isupper():
+                yield "%s: `%s`: %s is not %s" % (path, span, key, value)
+
+
 def prepare(folder, root, build):
     for name, target in [("build", build), ("configs", os.path.join(root, "configs"))]:
         os.symlink(target, os.path.join(folder, name))
@@ -145,8 +172,12 @@ def main():
     if os.getuid() == 0:
         environment.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
     environment["MPIRUN_FLAGS"] = "--oversubscribe"
+    keys = known_keys(os.path.join(build, "apps/tessera-train"))
+    if len(keys) < 150 or not keys.get("fsdp.strategy"):
+        failures.append("--help has %d keys" % len(keys))
     for path in pages(root):
         failures += broken_links(path)
+        failures += wrong_keys(path, keys)
         page = list(commands(path))
         if not page:
             continue
