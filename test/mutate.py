@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
 """Mutants of the product: does a test fail when a line is wrong?
 
-    mutate.py [--count 120] [--seed 1] [--per-file 4] [--jobs N] [--work DIR] [--folder apps ...]
-              [--leave-out PATH ...] [--minutes 10] [--results FILE] [--list] [-- meson option ...]
+    mutate.py [--count 120] [--seed 1] [--per-file 4] [--jobs N] [--at-once N] [--work DIR]
+              [--folder apps ...] [--leave-out PATH ...] [--minutes 10] [--results FILE] [--list]
+              [-- meson option ...]
 
 Draws files of apps, core, kernels, nn, optim and dist (every other one of apps) and in each some
 places, and changes one operator, number, constant or statement at each. All of them are built at once
-into a copy of the tree and tried one by one (work_copy.py), with the nearest tests first, until one
-fails that passes without the change. Prints a line a mutant: `caught` with the test, or `SURVIVED` with
+into a copy of the tree (work_copy.py) and tried, --at-once of them beside each other, with the nearest
+tests first, until one fails that passes without the change. Prints a line a mutant: `caught` with the test, or `SURVIVED` with
 the number of tests and the change, for a person to add a test or say why it changes nothing. What
 --results has is not tried again. For a free machine, not for CI.
 """
@@ -19,7 +20,7 @@ import re
 import sys
 import time
 
-from work_copy import Change, WorkCopy, run
+from work_copy import Change, WorkCopy, in_turn, run
 
 FOLDERS = ["apps", "core", "kernels", "nn", "optim", "dist"]
 LEFT_OUT = re.compile(r"(^apps/(compare|bench|(train|generate|checkpoint)\.cc)|cuda|simt|cublaslt|cudnn|nccl|staged|\.cuh?$)")
@@ -175,7 +176,8 @@ def nearest_first(mutant, copy):
             near = 0
         elif includes[test.name]:
             near = 1
-        elif words[0] == layer and (folder.split("/")[-1] in words[-1] or name in words[-1]):
+        elif words[0] == layer and (folder.split("/")[-1] in words[-1] or name in words[-1] or
+                                    words[-1] in name):
             near = 2
         elif words[0] == layer:
             near = 3
@@ -195,8 +197,8 @@ def try_mutant(copy, mutant, minutes):
         if time.monotonic() > end:
             break
         num_tried += 1
-        if copy.fails_with(mutant, test):
-            return f"caught by {test.name}{' (time-out)' if copy.is_over_time else ''}"
+        if failure := copy.fails_with(mutant, test):
+            return f"caught by {test.name}{' (time-out)' if failure == 'time-out' else ''}"
         num_tried -= test.name in copy.rejected
     return f"SURVIVED {num_tried} tests"
 
@@ -234,6 +236,7 @@ def main():
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--per-file", type=int, default=4)
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="of a build")
+    parser.add_argument("--at-once", type=int, default=1, help="mutants that are tried at once")
     parser.add_argument("--work", default="/tmp/tessera-mutants", help="where the copy is")
     parser.add_argument("--folder", nargs="+", default=FOLDERS)
     parser.add_argument("--leave-out", nargs="+", default=[], help="beginnings of paths")
@@ -257,11 +260,11 @@ def main():
     copy = WorkCopy(root, options.work, options.jobs)
     refused = copy.plant(mutants, options.setup)
     counts = {"caught": 0, "SURVIVED": 0}
-    for mutant in mutants:
-        if mutant in refused:
-            continue
+
+    def try_one(mutant):
+        return done.get(describe(mutant)) or try_mutant(copy, mutant, options.minutes)
+    for mutant, verdict in in_turn(try_one, [m for m in mutants if m not in refused], options.at_once):
         what = describe(mutant)
-        verdict = done.get(what) or try_mutant(copy, mutant, options.minutes)
         counts[verdict.split()[0]] += 1
         if options.results and what not in done:
             with open(options.results, "a") as file:

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 """Faults planted by hand: for each, a test that is there to find it fails.
 
-    planted.py [--only NAME ...] [--work DIR] [--jobs N] [-- meson option ...]
+    planted.py [--only NAME ...] [--work DIR] [--jobs N] [--at-once N] [-- meson option ...]
     planted.py --check
 
 Each row of PLANTED has a piece of text, wherever it is in a folder, and what it becomes: all of them
-are built at once into a copy of the tree and tried one by one (work_copy.py). A row holds if one of its
-tests fails that passes without it. Most rows are keys that are parsed and go nowhere. By hand, some
-minutes behind the build; `--check`, which is in the suite, sees that each text still occurs once in its
-folder and that each test is still there.
+are built at once into a copy of the tree (work_copy.py) and tried, --at-once of them beside each other.
+A row holds if one of its tests fails that passes without it. Most rows are keys that are parsed and go
+nowhere. By hand, some minutes behind the build; `--check`, which is in the suite, sees that each text
+still occurs once in its folder and that each test is still there.
 
 What changes is the whole text, or what stands in [[ ]] where the rest only says which place is meant:
 an expression, or statements if it ends with a semicolon. A test is `run KEY` (settings_effects.py, the
@@ -21,7 +21,7 @@ import os
 import re
 import sys
 
-from work_copy import PRELUDE, Change, WorkCopy, with_switches
+from work_copy import PRELUDE, Change, WorkCopy, in_turn, with_switches
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 APPS, FSDP = "apps", "dist/fsdp"
@@ -329,6 +329,7 @@ def main():
     parser.add_argument("--only", nargs="+", default=[], help="names of rows to try")
     parser.add_argument("--work", default="/tmp/tessera-planted", help="where the copy is")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="of a build")
+    parser.add_argument("--at-once", type=int, default=1, help="rows that are tried at once")
     parser.add_argument("setup", nargs="*", help="options of meson setup, behind --")
     options = parser.parse_args()
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -345,8 +346,11 @@ def main():
         if not set(batch) & set(rows):
             continue
         refused = copy.plant([row.change for row in batch], options.setup)
-        for row in (row for row in batch if row in rows):
-            verdict = "DOES NOT COMPILE" if row.change in refused else try_row(copy, row)
+
+
+        def try_one(row, refused=refused):
+            return "DOES NOT COMPILE" if row.change in refused else try_row(copy, row)
+        for row, verdict in in_turn(try_one, [row for row in batch if row in rows], options.at_once):
             bad += not verdict.startswith("caught")
             print(f"{row.name}: {verdict}", flush=True)
         for key in sorted(copy.rejected):

@@ -3,12 +3,15 @@ one: each is a branch that only the environment variable TESSERA_CHANGE takes.
 
 Used by mutate.py and planted.py. A test counts as failed by a change only if it passes without it.
 """
+import concurrent.futures
 import json
 import os
 import re
 import shutil
 import signal
 import subprocess
+import tempfile
+import threading
 import time
 
 # In front of each changed file, on four lines.
@@ -80,6 +83,7 @@ class WorkCopy:
         self.changes, self.built = [], set()
         self.times = {}  # of what passes without a change, seconds
         self.rejected = set()  # fails without one
+        self.lock = threading.RLock()  # of builds and of what is known of a test
 
     def files_of_tree(self):
         listed = run(["git", "ls-files", "-co", "--exclude-standard"], cwd=self.root).stdout.split("\n")
@@ -183,17 +187,18 @@ class WorkCopy:
 
     def build(self, test):
         """What a test runs, with all changes; whether that works."""
-        if test.name not in self.built and self.ninja(test.targets):
-            self.built.add(test.name)
-        return test.name in self.built
+        with self.lock:
+            if test.name not in self.built and self.ninja(test.targets):
+                self.built.add(test.name)
+            return test.name in self.built
 
     def try_test(self, test, arguments=(), number=0, limit=None):
-        """Whether it passes with the change of that number, in `limit` seconds or its own limit."""
+        """With the change of that number, in `limit` seconds or its own limit: (whether it passes, whether
+        its time was over, seconds). Several may run at once."""
         env = dict(os.environ, **test.env)
         env["TESSERA_CHANGE"] = str(number)
         start = time.monotonic()
-        log = os.path.join(self.dir, "last-test.log")
-        with open(log, "w") as output:
+        with tempfile.TemporaryFile(mode="w+", errors="replace") as output:
             process = subprocess.Popen([*test.command, *arguments], env=env,
                                        cwd=test.workdir or self.build_dir, stdout=output,
                                        stderr=subprocess.STDOUT, start_new_session=True)
@@ -206,30 +211,36 @@ class WorkCopy:
             except ProcessLookupError:
                 pass
             process.wait()
-        self.seconds = time.monotonic() - start
-        self.is_over_time = status is None
-        with open(log, errors="replace") as file:
-            self.test_output = file.read()
-        # Catch2 ends well when a filter matches nothing.
-        has_run = not re.search(r"No test cases matched|No tests ran", self.test_output)
-        return status in (0, 77) and has_run
+            output.seek(0)
+            # Catch2 ends well when a filter matches nothing.
+            has_run = not re.search(r"No test cases matched|No tests ran", output.read())
+        return status in (0, 77) and has_run, status is None, time.monotonic() - start
 
     def passes_clean(self, test, arguments=()):
         """Without a change. Tried once."""
         key = " ".join([test.name, *arguments])
         if key in self.times:
             return True
-        if key in self.rejected:
-            return False
-        if not (self.build(test) and self.try_test(test, arguments)):
-            self.rejected.add(key)
-            return False
-        self.times[key] = self.seconds
-        return True
+        with self.lock:
+            if key not in self.times and key not in self.rejected:
+                passes, _, seconds = self.build(test) and self.try_test(test, arguments) or (False, 0, 0)
+                if passes:
+                    self.times[key] = seconds
+                else:
+                    self.rejected.add(key)
+            return key in self.times
 
     def fails_with(self, change, test, arguments=()):
-        """Whether the test passes without the change and fails, or takes far longer, with it."""
+        """Whether the test passes without the change and fails, or takes far longer, with it: "", or how
+        it fails."""
         if not self.passes_clean(test, arguments):
-            return False
-        known = self.times[" ".join([test.name, *arguments])]
-        return not self.try_test(test, arguments, change.number, min(test.timeout, 60 + 8 * known))
+            return ""
+        limit = min(test.timeout, 60 + 8 * self.times[" ".join([test.name, *arguments])])
+        passes, is_over_time, _ = self.try_test(test, arguments, change.number, limit)
+        return "" if passes else "time-out" if is_over_time else "failure"
+
+
+def in_turn(try_one, things, at_once):
+    """`(thing, try_one(thing))` in the order of `things`, several tried at once."""
+    with concurrent.futures.ThreadPoolExecutor(max_workers=at_once) as pool:
+        yield from zip(things, pool.map(try_one, things))
