@@ -124,12 +124,12 @@ struct Due {
   bool any() const { return loss || tasks; }
 };
 
-class Trainer {
+class TrainingRun {
  public:
   /// `steps_done` follows the steps that the host has seen complete.
-  Trainer(const Config& config, dist::World& world, Workload& work, const std::string& budget,
-          RunDir& run_dir, Checkpointing& checkpoints, StatusFile& status,
-          std::atomic<int64_t>* steps_done);
+  TrainingRun(const Config& config, dist::World& world, Workload& work, const std::string& budget,
+              RunDir& run_dir, Checkpointing& checkpoints, StatusFile& status,
+              std::atomic<int64_t>* steps_done);
   TrainResult run();
 
  private:
@@ -214,7 +214,7 @@ class Trainer {
 };
 
 /// The loss of validation; nothing if the run is to end first.
-std::optional<double> Trainer::validate() {
+std::optional<double> TrainingRun::validate() {
   work_.begin_evaluation();
   const auto loss = evaluate(
       *model_, *fsdp_, world_, eval_samples_, config_.train,
@@ -224,7 +224,7 @@ std::optional<double> Trainer::validate() {
 }
 
 /// Tasks, which leave the model as it is.
-void Trainer::judge() {
+void TrainingRun::judge() {
   if (!work_.has_tasks()) return;
   const auto print = [&](const std::string& lines) {
     if (log_ != nullptr) log_->print(lines);
@@ -236,9 +236,9 @@ void Trainer::judge() {
   figures_.insert(figures_.end(), figures.begin(), figures.end());
 }
 
-Trainer::Trainer(const Config& config, dist::World& world, Workload& work,
-                 const std::string& budget, RunDir& run_dir, Checkpointing& checkpoints,
-                 StatusFile& status, std::atomic<int64_t>* steps_done)
+TrainingRun::TrainingRun(const Config& config, dist::World& world, Workload& work,
+                         const std::string& budget, RunDir& run_dir, Checkpointing& checkpoints,
+                         StatusFile& status, std::atomic<int64_t>* steps_done)
     : config_(config),
       world_(world),
       run_dir_(run_dir),
@@ -294,7 +294,7 @@ Trainer::Trainer(const Config& config, dist::World& world, Workload& work,
 }
 
 /// And of what training starts with, which nothing has computed here.
-void Trainer::begin_finite_check() {
+void TrainingRun::begin_finite_check() {
   finite_check_ = std::make_unique<dist::FiniteCheck>(*model_, *fsdp_, *optimizer_, world_);
   const auto found = finite_check_->find_in_parameters();
   if (!found) return;
@@ -312,7 +312,7 @@ void Trainer::begin_finite_check() {
 }
 
 /// Everything is there: what it starts from, and the log from there on.
-void Trainer::resume() {
+void TrainingRun::resume() {
   const RunIdentity identity{data_id_, static_cast<uint64_t>(config_.train.seed),
                              samples_per_step_};
   const auto progress = checkpoints_.start(
@@ -369,7 +369,7 @@ void Trainer::resume() {
 }
 
 /// Once, when all tokens are read: what they are, and whether they are those of the checkpoint.
-void Trainer::check_contents() {
+void TrainingRun::check_contents() {
   if (has_contents_) return;
   has_contents_ = true;
   std::tie(data_content_, val_content_) = work_.contents();
@@ -379,7 +379,7 @@ void Trainer::check_contents() {
 }
 
 /// Losses of other validation data are not compared with those to come.
-void Trainer::forget_other_best(const dist::Progress& there) {
+void TrainingRun::forget_other_best(const dist::Progress& there) {
   if (!best_val_loss_ || dist::is_same_validation(there, progress())) return;
   const std::string line = fmt::format(
       "resume: the validation data is another than that of the checkpoint: its best loss, {:.4f}, "
@@ -390,7 +390,7 @@ void Trainer::forget_other_best(const dist::Progress& there) {
   log_ != nullptr ? log_->print(line) : early_lines_.push_back(line);
 }
 
-void Trainer::count_batches() {
+void TrainingRun::count_batches() {
   const TrainConfig& t = config_.train;
   const int64_t per_pass = t.micro_batch * world_.world_size();
   if (t.global_batch % per_pass != 0) {
@@ -411,7 +411,7 @@ void Trainer::count_batches() {
   if (samples_.num_samples() < samples_per_step_) work_.fail_too_few(samples_per_step_);
 }
 
-void Trainer::describe() {
+void TrainingRun::describe() {
   log_->print(dump_config(config_));
   if (const std::string derived = derived_defaults(config_); !derived.empty()) {
     log_->print("defaults: " + derived);
@@ -438,7 +438,7 @@ void Trainer::describe() {
 }
 
 /// Planted faults of a machine: a bit that flips, a rank that is slow.
-void Trainer::inject_faults(int64_t step) {
+void TrainingRun::inject_faults(int64_t step) {
   const DebugConfig& d = config_.debug;
   if (d.flip_step == step && d.flip_rank == world_.rank()) {
     const NoGrad no_grad;
@@ -458,7 +458,7 @@ void Trainer::inject_faults(int64_t step) {
 
 /// Before the ranks speak at the end of a step of the next one's data: a file that was cut, or a
 /// token out of range, which one of them meets alone, ends all of them between two steps.
-void Trainer::read_batches() {
+void TrainingRun::read_batches() {
   const profiler::HostSpan span("data");
   batches_.clear();
   try {
@@ -469,12 +469,12 @@ void Trainer::read_batches() {
 }
 
 /// Where no end of a step comes between.
-void Trainer::read_first_batches() {
+void TrainingRun::read_first_batches() {
   read_batches();
   world_.control().verdict(data_error_ ? &*data_error_ : nullptr);
 }
 
-PendingStep Trainer::submit_step(int64_t step) {
+PendingStep TrainingRun::submit_step(int64_t step) {
   const profiler::HostSpan span("step");
   // Of the third step, when all that stays is there.
   std::optional<MemoryTimeline> timeline;
@@ -567,7 +567,7 @@ PendingStep Trainer::submit_step(int64_t step) {
   return pending;
 }
 
-StepMetrics Trainer::finish_step(const PendingStep& pending) {
+StepMetrics TrainingRun::finish_step(const PendingStep& pending) {
   pending.done.synchronize();
   state_guard_->check(pending.step);
   StepMetrics m;
@@ -633,7 +633,7 @@ StepMetrics Trainer::finish_step(const PendingStep& pending) {
 
 /// Whether the step changed the model. If it did not, counts it, or ends the run: by the same
 /// numbers on every rank. The optimizer has left all states as they were.
-bool Trainer::accept_step(const PendingStep& pending, const StepMetrics& m) {
+bool TrainingRun::accept_step(const PendingStep& pending, const StepMetrics& m) {
   const bool is_finite = pending.found_inf.item() == 0;
   const std::string first = find_nonfinite(pending, is_finite);
   if (is_finite && !pending.spike) return true;
@@ -666,7 +666,7 @@ bool Trainer::accept_step(const PendingStep& pending, const StepMetrics& m) {
 /// With debug.nan, "first not finite: output of ...; " of a step that is not. One whose loss and
 /// gradients are finite although something was not is told of; what the optimizer has written cannot
 /// be skipped any more and ends the run.
-std::string Trainer::find_nonfinite(const PendingStep& pending, bool is_finite) {
+std::string TrainingRun::find_nonfinite(const PendingStep& pending, bool is_finite) {
   if (pending.checked == nullptr) return "";
   const auto found = finite_check_->find(*pending.checked);
   if (!found) {
@@ -687,7 +687,7 @@ std::string Trainer::find_nonfinite(const PendingStep& pending, bool is_finite) 
 }
 
 /// Once, when they are over: of what does not train.
-void Trainer::warn_of_first_steps(const StepMetrics& m) {
+void TrainingRun::warn_of_first_steps(const StepMetrics& m) {
   first_losses_.push_back(m.loss);
   const int64_t count = config_.guard.first_steps;
   if (std::ssize(first_losses_) < count) return;
@@ -707,7 +707,7 @@ void Trainer::warn_of_first_steps(const StepMetrics& m) {
   for (const std::string& text : texts) log_warning("the first {} steps: {}", count, text);
 }
 
-void Trainer::stop(const PendingStep&, const std::string& what) {
+void TrainingRun::stop(const PendingStep&, const std::string& what) {
   checkpoints_.finish();
   const NumericsError error(what);
   world_.control().verdict(&error);
@@ -716,7 +716,7 @@ void Trainer::stop(const PendingStep&, const std::string& what) {
 
 /// "samples 80 to 119; not finite: rank 1, samples 88 to 95" from the losses of all micro-batches,
 /// or with the largest one.
-std::string Trainer::find_batches(const PendingStep& pending, bool only_largest) {
+std::string TrainingRun::find_batches(const PendingStep& pending, bool only_largest) {
   const auto ranks = static_cast<size_t>(world_.world_size());
   const int64_t B = config_.train.micro_batch;
   std::vector<double> mine, all(pending.losses.size() * ranks);
@@ -745,13 +745,13 @@ std::string Trainer::find_batches(const PendingStep& pending, bool only_largest)
   return text + fmt::format("not finite: {}", join_few(names, "; "));
 }
 
-void Trainer::take_snapshot() {
+void TrainingRun::take_snapshot() {
   snapshot_->capture();
   snapshot_step_ = step_;
 }
 
 /// The state of the last snapshot; the data goes on.
-void Trainer::rewind() {
+void TrainingRun::rewind() {
   is_rewind_due_ = false;
   snapshot_->restore();
   fsdp_->shards_changed(optimizer_.get());
@@ -762,7 +762,7 @@ void Trainer::rewind() {
   }
 }
 
-dist::Progress Trainer::progress() const {
+dist::Progress TrainingRun::progress() const {
   return {.step = step_,
           .next_sample = next_sample_,
           .samples_per_step = samples_per_step_,
@@ -782,7 +782,7 @@ dist::Progress Trainer::progress() const {
 /// Completes the step in flight on the host. The state at the end is on the disk before it is
 /// evaluated: whatever goes wrong there must not cost the training. No resume comes back to the step
 /// behind it, so its line is in the file before.
-void Trainer::finish(Due due, bool is_end) {
+void TrainingRun::finish(Due due, bool is_end) {
   StepMetrics m = finish_step(*pending_);
   pending_.reset();
   val_loss_.reset();
@@ -822,7 +822,7 @@ void Trainer::finish(Due due, bool is_end) {
 
 /// A file that cannot be written any more is told to all ranks at the end of the next step, which
 /// then save before they end.
-void Trainer::log(const StepMetrics& m) {
+void TrainingRun::log(const StepMetrics& m) {
   status_.set_loss(m.loss);
   work_.end_step(m);
   if (log_ == nullptr) return;
@@ -830,7 +830,7 @@ void Trainer::log(const StepMetrics& m) {
   write_log([&] { log_->add(m); });
 }
 
-void Trainer::write_log(const std::function<void()>& write) {
+void TrainingRun::write_log(const std::function<void()>& write) {
   if (log_ == nullptr || log_error_) return;
   try {
     write();
@@ -840,7 +840,7 @@ void Trainer::write_log(const std::function<void()>& write) {
 }
 
 /// Of a run that had ended before it was evaluated.
-void Trainer::evaluate_end() {
+void TrainingRun::evaluate_end() {
   const bool has_samples = eval_samples_.num_samples() > 0;
   if (!(has_samples || work_.has_tasks())) return;
   if (!work_.finish_checks(is_preemption_requested)) return;
@@ -855,7 +855,7 @@ void Trainer::evaluate_end() {
   checkpoints_.add_val_loss(progress());
 }
 
-TrainResult Trainer::run() {
+TrainResult TrainingRun::run() {
   const int64_t num_steps = config_.train.steps, eval_every = config_.train.eval_every;
   RunControl control(config_.train, world_);
   rate_.restart(Clock::now());
@@ -934,7 +934,7 @@ TrainResult Trainer::run() {
 }
 
 /// Ends when the checkpoint is complete.
-void Trainer::preempt() {
+void TrainingRun::preempt() {
   if (!checkpoints_.finish()) {
     const IoError error(fmt::format(
         "step {}: preempted, but its checkpoint could not be written; the one before it stays",
@@ -947,7 +947,7 @@ void Trainer::preempt() {
 /// The checkpoint and the model after the last step. If one cannot be written, the other is there.
 /// The checkpoint is complete before the model is there: a run that dies between the two goes on from
 /// it, while beside a model without one nothing may begin anew.
-void Trainer::save_end() {
+void TrainingRun::save_end() {
   is_end_saved_ = true;
   std::exception_ptr failed;
   if (config_.checkpoint.last || checkpoints_.is_due(step_)) checkpoints_.save(progress());
@@ -963,7 +963,7 @@ void Trainer::save_end() {
   if (failed) std::rethrow_exception(failed);
 }
 
-void Trainer::end_run() {
+void TrainingRun::end_run() {
   if (profile_) profile_->finish();
   if (!is_end_saved_) save_end();
   work_.show_model(*fsdp_, world_, [&](const std::string& text) {
@@ -972,8 +972,6 @@ void Trainer::end_run() {
   checkpoints_.finish();
   world_.control().verdict(log_error_ ? &*log_error_ : nullptr);
 }
-
-using TrainingRun = Trainer;
 
 }  // namespace
 
@@ -1063,11 +1061,10 @@ TrainResult run_training(const Config& given, dist::World& world,
                                        .world_size = world.world_size()});
       work.set_config(config);
     });
-    TrainingRun trainer(config, world, work, budget, run_dir, checkpoints, status,
-                        steps_done.get());
+    TrainingRun run(config, world, work, budget, run_dir, checkpoints, status, steps_done.get());
     work.set_up(world);
     set_fatal_report(fatal_report);  // only now an earlier run's status is this one's
-    const TrainResult result = trainer.run();
+    const TrainResult result = run.run();
     if (context->order_check() != nullptr) {
       context->order_check()->throw_if_conflicts();
       if (world.rank() == 0) log_info("order check: no conflict in {} steps", result.steps);

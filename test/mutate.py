@@ -176,8 +176,8 @@ def nearest_first(mutant, copy):
             near = 0
         elif includes[test.name]:
             near = 1
-        elif words[0] == layer and (folder.split("/")[-1] in words[-1] or name in words[-1] or
-                                    words[-1] in name):
+        elif words[0] == layer and ("/".join(words[:-1]) == folder or words[-1] in name or
+                                    folder.split("/")[-1] in words[-1] or name in words[-1]):
             near = 2
         elif words[0] == layer:
             near = 3

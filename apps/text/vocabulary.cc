@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "apps/text/word_cache.h"
+#include "core/check.h"
 
 namespace tessera::text {
 namespace {
@@ -40,15 +41,12 @@ void Vocabulary::reserve(size_t num_tokens) {
 void Vocabulary::add(std::string_view token, int32_t id) {
   reserve(entries_.size() + 1);
   const uint64_t hash = hash_of(token);
-  const size_t slot = slot_of(token, hash);
-  if (slots_[slot] == 0) {
-    entries_.push_back({std::string(token), id});
-    slots_[slot] = hash >> kIndexBits << kIndexBits | entries_.size();
-  }
-  Entry& entry = entries_[(slots_[slot] & kIndexMask) - 1];
-  entry.id = id;
+  uint64_t& slot = slots_[slot_of(token, hash)];
+  TESSERA_DCHECK(slot == 0);
+  entries_.push_back({std::string(token), id});
+  slot = hash >> kIndexBits << kIndexBits | entries_.size();
   if (static_cast<size_t>(id) >= tokens_.size()) tokens_.resize(static_cast<size_t>(id) + 1);
-  tokens_[static_cast<size_t>(id)] = &entry.token;
+  tokens_[static_cast<size_t>(id)] = &entries_.back().token;
 }
 
 int32_t Vocabulary::id_of(std::string_view token) const {

@@ -13,6 +13,7 @@ namespace tessera::text {
 /// Tokens and their ids. Ids may have gaps; two tokens may share one.
 class Vocabulary {
  public:
+  /// A token that is not there yet.
   void add(std::string_view token, int32_t id);
   void reserve(size_t num_tokens);
   /// The id, or -1.

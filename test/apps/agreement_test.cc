@@ -133,6 +133,11 @@ TEST_CASE("agreement: ranks with other settings do not train, and nothing is wri
   CHECK(message.find("the ranks disagree: the training data = 450 tokens, ") == 0);
   CHECK(message.find("validation") == std::string::npos);
   CHECK(message.find(" on rank 1; expected the same") != std::string::npos);
+  const std::string devices =
+      compare({facts_of(config, data, cpu), facts_of(config, data, {DeviceType::kCuda, 0})});
+  CHECK(
+      devices ==
+      "the ranks disagree: the device = cpu on rank 0, cuda on rank 1; expected the same on all ranks");
   Config with_threads = small_config(dir, text, "--train.threads=2");
   CHECK(compare({facts_of(config), facts_of(with_threads)}).empty());
 }

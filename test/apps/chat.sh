@@ -37,6 +37,13 @@ said=$(printf 'one?\r\n\n/quit\ntwo?\n' | ask)
 [ "$said" = "the first" ] || fail "/quit: $said"
 said=$(printf 'one?\n' | ask --stop fir)
 [ "$said" = "the " ] || fail "--stop: $said"
+# What might have been the beginning of a stop string is said when the answer is over.
+said=$(printf 'one?\n' | ask --stop firstborn)
+[ "$said" = "the first" ] || fail "--stop that does not come: $said"
+# The same question again has another answer, each time, and the same ones in another session.
+again=$(for _ in 1 2 3; do printf 'one?\n/reset\n'; done |
+  "$chat" --checkpoint "$dir/out" --temperature 3 --tokens 8 --device cpu 2>"$dir/err" | sort -u | wc -l)
+[ "$again" = 3 ] || fail "three answers: $again of them differ"
 said=$(printf '/nothing\n/help\n' | ask)
 [[ $said == "/reset "* ]] || fail "/help: $said"
 grep -q "/nothing: no such command, expected /reset" "$dir/err" || fail "/nothing: $(cat "$dir/err")"

@@ -340,6 +340,24 @@ TEST_CASE("run_control: a log that nobody reads any more asks for a preemption, 
   }
 }
 
+TEST_CASE("run_control: the advice for a loss that is not finite names each cause that there is",
+          "[run_control]") {
+  Config config;
+  config.optim.schedule.peak_lr = 0.01;
+  config.optim.schedule.warmup_steps = 3;
+  config.optim.clip = 1;
+  const std::string rate =
+      "more often than the data the cause is: a learning rate that is too high (0.005 in this step; "
+      "lower optim.lr = 0.01 or raise optim.warmup_steps = 3)";
+  CHECK(nonfinite_advice(config, 0.005) == rate);
+  config.optim.clip = 0;
+  const std::string clip = rate + ", gradients without a limit (set optim.clip = 1)";
+  CHECK(nonfinite_advice(config, 0.005) == clip);
+  config.precision.param_dtype = kF16;
+  CHECK(nonfinite_advice(config, 0.005) ==
+        clip + ", the range of f16 (set precision.param_dtype = bf16)");
+}
+
 TEST_CASE("run_control: a loss that does not fall is told from one that does", "[run_control]") {
   uint32_t noise = 1;
   const auto losses = [&](double slope, double spread) {

@@ -104,6 +104,10 @@ TEST_CASE("penalize_repetition: each token of the text once, away from zero", "[
   std::vector<double> logits{3, -3, 1, 0};
   penalize_repetition(logits, std::vector<int32_t>{0, 1, 0, 3, 9}, 1.5);
   CHECK(logits == std::vector<double>{2, -4.5, 1, 0});
+  // The first id beyond the vocabulary, as padded ones are.
+  std::vector<double> row{3, -3, 1, 5};
+  penalize_repetition(std::span(row).first(3), std::vector<int32_t>{-1, 3}, 1.5);
+  CHECK(row == std::vector<double>{3, -3, 1, 5});
 }
 
 TEST_CASE("sample_token: the seed and the index decide", "[generate]") {

@@ -1,5 +1,6 @@
 #include "optim/muon.h"
 
+#include "kernels/orthogonalize/kernel.h"
 #include "test/optim/states.h"
 #include "test/testing.h"
 
@@ -105,6 +106,21 @@ TEST_CASE(
     CHECK(distance(orthogonalize(full.to(kBF16), c).to_vector(), expected) <= 0.05);
   }
   CHECK(orthogonalize(zeros({4, 6}), MuonCoefficients::kOriginal).to_vector() == Matrix(24, 0.0));
+}
+
+TEST_CASE("orthogonalize: rows wider than what is summed at once have all of their squares",
+          "[optim]") {
+  const int64_t rows = 3, cols = 2500;
+  std::vector<float> x(rows * cols);
+  std::vector<double> expected(rows, 0.0);
+  for (int64_t i = 0; i < rows * cols; ++i) {
+    const int64_t small = i * 7919 % 13 - 6;  // sums of squares that f32 holds
+    x[static_cast<size_t>(i)] = static_cast<float>(small);
+    expected[static_cast<size_t>(i / cols)] += static_cast<double>(small * small);
+  }
+  std::vector<float> sums(rows);
+  kernels::cpu::row_squares({sums.data(), x.data(), kF32, rows, cols});
+  CHECK(std::vector<double>(sums.begin(), sums.end()) == expected);
 }
 
 TEST_CASE("orthogonalize: symmetry saves 7 in 16 of the symmetric products", "[optim]") {

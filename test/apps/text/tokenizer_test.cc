@@ -203,6 +203,56 @@ TEST_CASE("text: every component of tokenizers does the same or is refused by na
   }
 }
 
+// Values of tokenizers 0.23.
+TEST_CASE("text: bytes that a vocabulary lacks are what their rules say, in words of any length",
+          "[text]") {
+  const auto ids_of = [](const json& model, bool is_byte_level, const std::string& text) {
+    json file = whole_file();
+    file["added_tokens"] = json::array();
+    file["model"] = model;
+    if (!is_byte_level) file["pre_tokenizer"] = file["decoder"] = file["post_processor"] = nullptr;
+    return parse_tokenizer(file.dump(), "t")->encode(text);
+  };
+  json model = {{"type", "BPE"},
+                {"vocab", {{"U", 0}, {"a", 1}, {"b", 2}, {"ab", 3}}},
+                {"merges", {"a b"}},
+                {"unk_token", nullptr}};
+  const std::string is_long = std::string(40, 'a') + 'x' + std::string(40, 'b');
+  CHECK(ids_of(model, true, "abxab") == Ids{3, 3});
+  CHECK(ids_of(model, true, "x").empty());
+  CHECK(ids_of(model, true, is_long).size() == 79);  // "ab" has come together where "x" was
+  model["unk_token"] = "U";
+  CHECK(ids_of(model, true, "abxab") == Ids{3, 0, 3});
+  CHECK(ids_of(model, true, "xx") == Ids{0, 0});
+  CHECK(ids_of(model, true, is_long).size() == 81);
+  model["fuse_unk"] = true;
+  CHECK(ids_of(model, true, "abxxab") == Ids{3, 0, 3});
+
+  // All characters of bytes, in a model that is not one of bytes: "\u00e9" is itself.
+  model = gpt2_file()["model"];
+  model["merges"] = json::array();
+  const int32_t id = model["vocab"]["\u00e9"];
+  std::string word;
+  for (int i = 0; i < 80; ++i) word += "\u00e9";
+  CHECK(ids_of(model, false, word) == Ids(80, id));
+}
+
+TEST_CASE("text: a word that no merges make is one id where they are ignored", "[text]") {
+  json file = whole_file();
+  json& model = file["model"];
+  file["added_tokens"] = json::array();
+  model["vocab"] = {{"U", 0}, {"a", 1}, {"b", 2}, {"c", 3}, {"abc", 4}, {"ab", 5}};
+  model["merges"] = {"a b"};
+  const auto ids_of = [&](const std::string& text) {
+    return parse_tokenizer(file.dump(), "t")->encode(text);
+  };
+  CHECK(ids_of("abc") == Ids{5, 3});
+  model["ignore_merges"] = true;
+  CHECK(ids_of("abc") == Ids{4});
+  CHECK(ids_of("abcabc") == Ids{5, 3, 5, 3});
+  CHECK(ids_of("ab") == Ids{5});
+}
+
 TEST_CASE("text: decoding gives the text back where the kind allows it", "[text]") {
   const auto texts = golden()["texts"].get<std::vector<std::string>>();
   const auto same = [](const std::string& text) { return text; };

@@ -3,8 +3,10 @@
 #include <malloc.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <filesystem>
+#include <limits>
 #include <new>
 #include <nlohmann/json.hpp>
 
@@ -378,6 +380,20 @@ TEST_CASE("strict JSON: an array of tiny elements is no way to fill the memory",
   CHECK(parse_strict_json("x", objects, 4, "").size() == 20001);
   // Two short arrays in a row are two.
   CHECK(parse_strict_json("x", "[[1,2],[3,4]]", 4, "").size() == 2);
+}
+
+TEST_CASE("strict JSON: numbers of Python are some only where they are allowed", "[checkpoint]") {
+  for (const std::string text : {"[NaN]", "[Infinity]", "[-Infinity]"}) {
+    CAPTURE(text);
+    CHECK(error_of([&] { parse_strict_json("x", text, 4, "numbers"); }) ==
+          fmt::format("x of {} bytes is not JSON, expected numbers", text.size()));
+    const auto value =
+        parse_strict_json("x", text, {.max_depth = 4, .python_numbers = true}, "")[0].get<double>();
+    CHECK((text == "[NaN]" ? std::isnan(value)
+                           : value == (text == "[Infinity]" ? 1 : -1) *
+                                          std::numeric_limits<double>::infinity()));
+  }
+  CHECK(parse_strict_json("x", "[\"NaN\"]", 4, "")[0] == "NaN");
 }
 
 TEST_CASE("checkpoint paths: a directory, its latest, one checkpoint", "[checkpoint]") {
