@@ -152,14 +152,9 @@ TEST_CASE("fsdp race: gathers and reduces overlap in backward with two communica
   }
 }
 
-TEST_CASE("fsdp race: copies to and from the host overlap with compute", "[fsdp]") {
-  FsdpRun run;
-  run.num_steps = 2;
-  run.model.num_layers = 6;
-  run.fsdp.offload = dist::Offload::kParamsAndOptimizer;
-  run.fsdp.offload_window = 1024;
-  // Kernels and copies that take long enough to be seen, as tasks in front of each.
-  run = tapped(run, {.delayed_share = 1, .max_delay_us = 500});
+/// Of the time in which the host copies of a run are busy, the share in which compute is too: the
+/// smaller one of both directions.
+double share_of_copies_beside_compute(FsdpRun run) {
   Stream compute, h2d, d2h;
   const auto tap = run.on_ready;
   run.on_ready = [&](dist::Fsdp& fsdp, dist::World& world) {
@@ -172,11 +167,29 @@ TEST_CASE("fsdp race: copies to and from the host overlap with compute", "[fsdp]
   run_fsdp_on_threads(2, run);
   profiler::stop();
   const std::vector<TraceEvent> events = profiler::events();
+  double share = 1;
   for (const Stream& copies : {h2d, d2h}) {
-    const int64_t overlap = overlap_ns(events, compute, copies), busy = busy_ns(events, copies);
-    INFO(copies.name() << ": " << overlap << " of " << busy << " ns");
-    CHECK(overlap > busy / 4);
+    share = std::min(share, static_cast<double>(overlap_ns(events, compute, copies)) /
+                                static_cast<double>(busy_ns(events, copies)));
   }
+  return share;
+}
+
+TEST_CASE("fsdp race: copies to and from the host overlap with compute", "[fsdp]") {
+  FsdpRun run;
+  run.num_steps = 2;
+  run.model.num_layers = 6;
+  run.fsdp.offload = dist::Offload::kParamsAndOptimizer;
+  run.fsdp.offload_window = 1024;
+  // Kernels and copies that take long enough to be seen, as tasks in front of each.
+  run = tapped(run, {.delayed_share = 1, .max_delay_us = 500});
+  // Streams whose work is in one order never overlap; those that may, do unless the machine is so
+  // busy that one thread runs at a time.
+  double share = 0;
+  for (int i = 0; i < 5 && share <= 0.25; ++i) {
+    share = std::max(share, share_of_copies_beside_compute(run));
+  }
+  CHECK(share > 0.25);
 }
 
 }  // namespace
