@@ -18,12 +18,41 @@ class NoSamples final : public Samples {
   int64_t num_targets(int64_t, int64_t) const override { return 0; }
 };
 
+/// Samples to train on, of which batches count as many targets as the loss is divided by. Two places
+/// say it, the second before anything is read.
+class CheckedSamples final : public Samples {
+ public:
+  explicit CheckedSamples(const Samples& samples) : samples_(samples) {}
+  int64_t num_samples() const override { return samples_.num_samples(); }
+  int64_t num_targets(int64_t first, int64_t count) const override {
+    return samples_.num_targets(first, count);
+  }
+  Batch batch(int64_t first, int64_t B) const override {
+    Batch batch = samples_.batch(first, B);
+    const int64_t expected = samples_.num_targets(first, B);
+    TESSERA_CHECK_AS(InputError, batch.num_counted() == expected,
+                     "samples {} to {}: a batch with {} targets (num_valid), expected the {} of "
+                     "num_targets, by which the loss is divided",
+                     first, first + B - 1, batch.num_counted(), expected);
+    return batch;
+  }
+
+ private:
+  const Samples& samples_;
+};
+
 }  // namespace
 
-OwnSamples::OwnSamples(int64_t num_samples, Read read, std::optional<uint64_t> shuffle_seed)
-    : num_samples_(num_samples), read_(std::move(read)), shuffle_seed_(shuffle_seed) {
+OwnSamples::OwnSamples(int64_t num_samples, Read read, std::optional<uint64_t> shuffle_seed,
+                       int64_t targets_per_sample)
+    : num_samples_(num_samples),
+      targets_per_sample_(targets_per_sample),
+      read_(std::move(read)),
+      shuffle_seed_(shuffle_seed) {
   TESSERA_CHECK_AS(InputError, num_samples > 0, "OwnSamples: {} samples, expected at least one",
                    num_samples);
+  TESSERA_CHECK_AS(InputError, targets_per_sample > 0,
+                   "OwnSamples: {} targets_per_sample, expected at least one", targets_per_sample);
 }
 
 Batch OwnSamples::batch(int64_t first_sample, int64_t B) const {
@@ -42,7 +71,7 @@ Batch OwnSamples::batch(int64_t first_sample, int64_t B) const {
   if (is_padding) indices.push_back(0);
   Batch batch = read_(indices);
   if (batch.B == 0) batch.B = std::ssize(indices);
-  if (batch.num_valid == 0) batch.num_valid = std::ssize(indices);
+  if (batch.num_valid == 0) batch.num_valid = std::ssize(indices) * targets_per_sample_;
   if (is_padding) batch.num_valid = 0;
   return batch;
 }
@@ -80,6 +109,7 @@ class OwnWorkload final : public Workload {
       expect(parts_.model != nullptr, "a model, expected make_model or set_model before");
       expect(parts_.train != nullptr, "samples, expected set_samples before");
       expect(parts_.loss != nullptr, "a loss, expected set_loss before");
+      train_ = std::make_unique<CheckedSamples>(*parts_.train);
       facts = facts_of(config);
       facts.push_back({"samples", data_id()});
     });
@@ -87,9 +117,12 @@ class OwnWorkload final : public Workload {
   }
   void load(const Config&, dist::World&, const Context&) override {}
   void make_samples(const Config&) override {}
-  const Samples& train_samples() const override { return *parts_.train; }
+  const Samples& train_samples() const override { return *train_; }
   const Samples& val_samples() const override { return *parts_.val; }
-  int64_t tokens_per_sample() const override { return 1; }
+  int64_t tokens_per_sample() const override {
+    const auto* const own = dynamic_cast<const OwnSamples*>(parts_.train.get());
+    return own != nullptr ? own->num_targets(0, 1) : 1;
+  }
   void set_config(const Config& config) override { config_ = config; }
 
   std::string data_id() const override {
@@ -122,7 +155,8 @@ class OwnWorkload final : public Workload {
                                  : apps::make_optimizer(config_, shards);
   }
   std::pair<int64_t, int64_t> num_positions() const override {
-    return {parts_.train->num_samples(), parts_.val->num_samples()};
+    return {parts_.train->num_samples() * tokens_per_sample(),
+            parts_.val->num_samples() * tokens_per_sample()};
   }
   void begin_steps(int64_t steps_done) override {
     for (const auto& callback : parts_.callbacks) callback->on_begin(steps_done);
@@ -141,6 +175,7 @@ class OwnWorkload final : public Workload {
 
  private:
   Parts& parts_;
+  std::unique_ptr<CheckedSamples> train_;
   Config config_;
 };
 

@@ -22,6 +22,7 @@
 
 namespace tessera::apps {
 
+/// How a run ended.
 struct TrainResult {
   int64_t steps = 0;
   double loss = 0;  ///< of the last step
@@ -51,32 +52,35 @@ int train_command(const std::vector<std::string>& arguments, dist::World& world)
 class Callback {
  public:
   virtual ~Callback() = default;
+  /// Before the first step; a resumed run has done some.
   virtual void on_begin(int64_t /*steps_done*/) {}
   /// A step, as the host knows it one step later, with its validation if there was one. Loss, gradient
   /// norm and what follows from them are the same on all ranks, times and bytes are each rank's.
   /// `Trainer::request_end` may be called.
   virtual void on_step(const StepMetrics&) {}
+  /// After the last step, its checkpoint and the model.
   virtual void on_end(const TrainResult&) {}
 };
 
 /// Samples of a program's own: sample i in [0, num_samples) whenever, on whatever rank, `read` is
 /// asked for it. With a `shuffle_seed` (to train on) each epoch has an order of its own; without (to
-/// evaluate) they come in order.
+/// evaluate) they come in order. A sample has `targets_per_sample` targets, of which the loss is the
+/// mean (windows of T tokens: T); for samples that differ in it derive from `Samples`.
 class OwnSamples : public Samples {
  public:
-  /// The batch of some samples: `B`, `num_valid` (what the loss is the mean of; 0: of samples) and
-  /// what its loss needs, in `own`, say. The last batch of an evaluation may be shorter.
+  /// The batch of some samples: `B` (0: their number), `num_valid` (targets that count; 0: all of
+  /// them) and what its loss needs, in `own`, say. The last batch of an evaluation may be shorter.
   using Read = std::function<Batch(std::span<const int64_t> indices)>;
-  /// InputError for no samples.
-  OwnSamples(int64_t num_samples, Read read, std::optional<uint64_t> shuffle_seed = std::nullopt);
+  /// InputError for no samples, or no targets.
+  OwnSamples(int64_t num_samples, Read read, std::optional<uint64_t> shuffle_seed = std::nullopt,
+             int64_t targets_per_sample = 1);
 
   int64_t num_samples() const override { return num_samples_; }
   Batch batch(int64_t first_sample, int64_t B) const override;
-  /// A sample is one target.
-  int64_t num_targets(int64_t, int64_t count) const override { return count; }
+  int64_t num_targets(int64_t, int64_t count) const override { return count * targets_per_sample_; }
 
  private:
-  int64_t num_samples_;
+  int64_t num_samples_, targets_per_sample_;
   Read read_;
   std::optional<uint64_t> shuffle_seed_;
 };
@@ -121,9 +125,12 @@ class Trainer {
     set_model(std::move(model));
     return made;
   }
+  /// A model that was made elsewhere; it gets the values of one of `make_model`.
   void set_model(std::unique_ptr<nn::Module> model);
+  /// In place of `fsdp.wrap`.
   void set_wrap(dist::WrapPolicy wrap);
-  /// To train on, and to evaluate (`train.eval_every`). `data_id`: what a resume compares.
+  /// To train on, and to evaluate (`train.eval_every`). `data_id`: what a resume compares. A batch
+  /// to train on that counts other targets than `Samples::num_targets` is an InputError.
   void set_samples(std::unique_ptr<Samples> train, std::unique_ptr<Samples> val = nullptr,
                    std::string data_id = "");
   /// The sum of the losses of a batch's targets (`sum` alone is read), on the current stream: the
@@ -132,7 +139,9 @@ class Trainer {
   /// In place of the one that `optim.*` describes. It is given the learning rate of that schedule.
   using MakeOptimizer =
       std::function<std::unique_ptr<optim::Optimizer>(const std::vector<optim::FlatShard>& shards)>;
+  /// In place of `optim.name`. What its `state()` has is in checkpoints.
   void set_optimizer(MakeOptimizer make);
+  /// Told after those that were added before.
   void add_callback(std::unique_ptr<Callback> callback);
 
   /// The whole run, once. Errors of `train`; ConfigError if model, samples or loss are missing.

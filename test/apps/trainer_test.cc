@@ -1008,6 +1008,37 @@ TEST_CASE("Trainer: what is missing is named", "[trainer]") {
   CHECK(own_config({}).train.steps == Config().train.steps);
 }
 
+TEST_CASE("Trainer: a batch whose targets are not those that the loss is divided by is an error",
+          "[trainer]") {
+  const TempDir dir;
+  const auto run_with = [&](const std::string& out, int64_t num_valid, int64_t targets_per_sample) {
+    dist::run_ranks(2, [&](dist::World& world) {
+      apps::Trainer trainer(plane_config(dir / out, 2, {"--train.eval_every=0"}), world);
+      Plane& plane = trainer.make_model<Plane>();
+      const auto read = [&](std::span<const int64_t> indices) {
+        Batch batch = read_points(indices);
+        batch.num_valid = num_valid;
+        return batch;
+      };
+      trainer.set_samples(std::make_unique<OwnSamples>(kNumPoints, read, 5, targets_per_sample));
+      trainer.set_loss([&](const Batch& batch) { return squares(plane, batch); });
+      trainer.run();
+    });
+  };
+  CHECK(
+      error_of([&] { run_with("wrong", 12, 1); })
+          .find("a batch with 12 targets (num_valid), expected the 4 of num_targets, by which the "
+                "loss is divided") != std::string::npos);
+  run_with("one", 0, 1), run_with("three", 0, 3), run_with("said", 12, 3);
+  const auto one = testing::losses(dir / "one"), three = testing::losses(dir / "three");
+  CHECK(three[0] == Approx(one[0] / 3));
+  CHECK(testing::losses(dir / "said") == three);
+  CHECK(testing::read_metrics(dir / "said")[1]["tokens"] == 2 * 8 * 3);
+  CHECK(error_of([] {
+          OwnSamples(1, read_points, 1, 0);
+        }).find("OwnSamples: 0 targets_per_sample, expected at least one") == 0);
+}
+
 TEST_CASE("OwnSamples: each sample once an epoch, in an order of its own; in order to evaluate",
           "[trainer]") {
   std::vector<std::vector<int64_t>> asked;
