@@ -122,7 +122,7 @@ PLANTED = [bound_to_a_copy(*each) for each in NOWHERE] + [
 
     # The optimizer.
     Row("clip", APPS, "clip_grad_norm([[config_.optim.clip]],", "1.0", "run optim.clip"),
-    Row("clip_p", APPS, "[[config_.optim.clip_p]],", "2.0", "run optim.clip_p"),
+    Row("clip_p", APPS, "config_.optim.clip, [[config_.optim.clip_p]],", "2.0", "run optim.clip_p"),
     Row("stochastic_rounding", APPS, "if ([[optim.stochastic_rounding]])", "false",
         "run optim.stochastic_rounding"),
     Row("the seed of stochastic rounding", APPS,
