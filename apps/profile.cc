@@ -5,6 +5,7 @@
 
 #include "apps/run_dir.h"
 #include "core/files.h"
+#include "core/log.h"
 #include "core/profiler.h"
 #include "core/runtime/context.h"
 #include "dist/comm/clocks.h"
@@ -33,7 +34,7 @@ StepRange parse_step_range(const std::string& text) {
   return range;
 }
 
-Profile::Profile(const Config& config, dist::World& world, nn::Module& model,
+Profile::Profile(const Config& config, int64_t first_step, dist::World& world, nn::Module& model,
                  const dist::Fsdp& fsdp, OpObserver* next,
                  std::function<void(const std::string&)> print)
     : config_(config),
@@ -44,6 +45,10 @@ Profile::Profile(const Config& config, dist::World& world, nn::Module& model,
       next_(next),
       labels_(std::make_unique<dist::TaskLabels>(model, fsdp, next)) {
   profiler::claim_thread();
+  if (world.rank() == 0 && (range_.last < first_step || range_.first > config.train.steps)) {
+    log_warning("profile.steps = {}: nothing is profiled, this run has steps {} to {}",
+                config.profile.steps, first_step, config.train.steps);
+  }
 }
 
 Profile::~Profile() {
@@ -119,8 +124,10 @@ Tuning Profile::tuning() const {
   t.prefetch_forward = o.prefetch_forward, t.prefetch_backward = o.prefetch_backward;
   t.has_recompute = config_.recompute.kind == nn::RecomputePolicy::Kind::kFull ||
                     config_.recompute.kind == nn::RecomputePolicy::Kind::kEveryN;
-  t.reduces_each_pass = config_.samples_per_step > config_.train.micro_batch * t.world_size &&
-                        o.sync_every_micro_batch == dist::GradSync::kEveryMicroBatch;
+  t.num_passes = config_.samples_per_step / (config_.train.micro_batch * t.world_size);
+  t.is_offloaded = o.offload != dist::Offload::kNone;
+  t.reduces_each_pass =
+      t.num_passes > 1 && o.sync_every_micro_batch == dist::GradSync::kEveryMicroBatch;
   t.has_low_wire =
       size_of(o.precision.wire_dtype.value_or(o.precision.reduce_dtype.value_or(kF32))) == 2;
   t.read_ahead = config_.data.read_ahead;

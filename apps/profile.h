@@ -26,9 +26,10 @@ StepRange parse_step_range(const std::string& text);
 /// to change. All ranks make the same calls. Lives no longer than the model and the Fsdp.
 class Profile {
  public:
-  /// `next`: the observer of operations that the run has anyway; or null. `print`: on rank 0.
-  Profile(const Config& config, dist::World& world, nn::Module& model, const dist::Fsdp& fsdp,
-          OpObserver* next, std::function<void(const std::string&)> print);
+  /// `next`: the observer of operations that the run has anyway; or null. `print`: on rank 0. A run
+  /// from step `first_step` on that has none of the steps is warned of.
+  Profile(const Config& config, int64_t first_step, dist::World& world, nn::Module& model,
+          const dist::Fsdp& fsdp, OpObserver* next, std::function<void(const std::string&)> print);
   ~Profile();
   Profile(const Profile&) = delete;
   Profile& operator=(const Profile&) = delete;

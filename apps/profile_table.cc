@@ -174,6 +174,21 @@ Advice advise(const StepTimes& m, const Tuning& t) {
                         "compute has nothing to do while the host submits; more samples in a pass "
                         "(more memory) give it more",
                         {fmt::format("train.micro_batch={}", 2 * t.micro_batch)}});
+  if (t.is_offloaded) {
+    candidates.push_back({0.5 * m.optimizer_ms,
+                          "the optimizer",
+                          m.optimizer_ms,
+                          "its states come from the host's memory and go back; on the device they "
+                          "stay where they are (more memory)",
+                          {"fsdp.offload=none"}});
+  } else {
+    candidates.push_back({0.3 * m.optimizer_ms,
+                          "the optimizer",
+                          m.optimizer_ms,
+                          "an update takes the same time whatever the samples of its step; more of "
+                          "them (another training: a larger batch) need fewer updates",
+                          {fmt::format("train.grad_accum_steps={}", 2 * t.num_passes)}});
+  }
   const double total = m.total_ms();
   const auto best =
       std::max_element(candidates.begin(), candidates.end(),

@@ -42,11 +42,12 @@ struct Tuning {
   int64_t mean_unit_nbytes = 0;  ///< that a gather of one moves
   bool is_wrap_fine = false;     ///< units are smaller than blocks
   int prefetch_forward = 1, prefetch_backward = 1;
-  bool has_recompute = false;      ///< of whole blocks
-  bool reduces_each_pass = false;  ///< although a step has several
-  bool has_low_wire = false;       ///< gradients travel in two bytes
-  int64_t read_ahead = 0;          ///< steps
-  int64_t micro_batch = 1;
+  bool has_recompute = false;               ///< of whole blocks
+  bool reduces_each_pass = false;           ///< although a step has several
+  bool has_low_wire = false;                ///< gradients travel in two bytes
+  int64_t read_ahead = 0;                   ///< steps
+  int64_t micro_batch = 1, num_passes = 1;  ///< samples of a pass; passes of a step
+  bool is_offloaded = false;                ///< the optimizer's states, or more, are on the host
   int64_t blocks_in_unit = 1;
 };
 

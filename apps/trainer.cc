@@ -278,7 +278,7 @@ TrainingRun::TrainingRun(const Config& config, dist::World& world, Workload& wor
       dist::StateGuard::Extras{{"loss scale", scaler_->scale()}});
   if (config_.debug.nan == NanCheck::kOn) begin_finite_check();
   if (!config_.profile.steps.empty()) {
-    profile_.emplace(config_, world_, *model_, *fsdp_, finite_check_.get(),
+    profile_.emplace(config_, step_ + 1, world_, *model_, *fsdp_, finite_check_.get(),
                      [this](const std::string& text) { log_->print(text); });
   }
   reader_.emplace(samples_,

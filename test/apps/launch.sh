@@ -48,7 +48,7 @@ accepted() {  # NAME COMMAND...
   shift
   rm -rf "$out"
   timeout 60 "$@" >"$dir/log" 2>&1 || problem="status $?"
-  grep -q "step 2/2" "$dir/log" || problem="$problem, no step 2/2"
+  grep -q "step \([0-9]*\)/\1 " "$dir/log" || problem="$problem, no last step"
   report "$name" "$problem"
 }
 

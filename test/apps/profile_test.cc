@@ -139,7 +139,14 @@ TEST_CASE("profile: the advice of figures", "[profile]") {
   slow = even;
   slow.host_ms = 50;
   CHECK(advise(slow, {.micro_batch = 4}).keys == Keys{"train.micro_batch=8"});
+  slow = even;
+  slow.optimizer_ms = 70;
+  a = advise(slow, {.num_passes = 3});
+  CHECK(a.limit == "the optimizer (43 % of a step)");
+  CHECK(a.keys == Keys{"train.grad_accum_steps=6"});
+  CHECK(advise(slow, {.is_offloaded = true}).keys == Keys{"fsdp.offload=none"});
   // Of several the one that gains most.
+  slow.optimizer_ms = 8, slow.host_ms = 50;
   slow.gather_ms = 80, slow.data_ms = 40;
   t = sharded;
   t.prefetch_backward = 0;

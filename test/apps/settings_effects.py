@@ -10,6 +10,7 @@ device: with --simt they are tried, and only they. Where a key may not change nu
 and norms must be the same bits. A key without a row, or a row without its key, fails.
 """
 import argparse
+import collections
 import json
 import os
 import re
@@ -43,16 +44,16 @@ class Result:
 
     @staticmethod
     def read_trace(path):
-        """Names of the tasks of each stream, in order."""
+        """Names of the tasks of each stream, in order; none of one that had none."""
+        streams = collections.defaultdict(list)
         try:
             with open(path) as file:
                 events = json.load(file)
         except FileNotFoundError:
-            return {}
+            return streams
         events = [e for e in events if e["pid"] == 0]  # of the first rank
         names = {e["tid"]: e["args"]["name"] for e in events
                  if e["ph"] == "M" and e["name"] == "thread_name"}
-        streams = {name: [] for name in names.values()}
         for event in events:
             if event["ph"] == "X":
                 streams[names[event["tid"]]].append(event["name"])

@@ -33,6 +33,7 @@ using namespace tessera;
 using namespace tessera::apps;
 using tessera::testing::error_of;
 using tessera::testing::read_file;
+using tessera::testing::stderr_of;
 using tessera::testing::TempDir;
 
 namespace {
@@ -789,6 +790,23 @@ TEST_CASE("trainer: the rank that the others wait for is in the metrics", "[trai
     CHECK(steps.back()["slowest_behind_ms"].get<double>() > 0);
   }
   CHECK_FALSE(run(1, {}).back().contains("slowest_rank"));  // nobody waits
+}
+
+TEST_CASE("trainer: steps to profile that the run does not have are warned of", "[trainer]") {
+  const TempDir dir;
+  const auto said = [&](const std::vector<std::string>& settings) {
+    const Config config = small_config(dir, settings);
+    return stderr_of(
+        [&] { dist::run_ranks(1, [&](dist::World& world) { train(config, world); }); });
+  };
+  CHECK(said({"--train.steps=2", "--profile.steps=3..4"})
+            .find("profile.steps = 3..4: nothing is profiled, this run has steps 1 to 2") !=
+        std::string::npos);
+  CHECK(said({"--train.steps=4", "--checkpoint.resume=auto", "--profile.steps=1..2"})
+            .find("profile.steps = 1..2: nothing is profiled, this run has steps 3 to 4") !=
+        std::string::npos);
+  CHECK(said({"--train.steps=6", "--checkpoint.resume=auto", "--profile.steps=4..9"})
+            .find("nothing is profiled") == std::string::npos);
 }
 
 TEST_CASE("trainer: a slow rank is one that others wait for in nearly all steps", "[trainer]") {
