@@ -247,6 +247,9 @@ struct ProfileConfig {
   std::string steps;  ///< "10..13"; empty: none
   std::string trace;  ///< a file; empty: trace.json of output.dir
 };
+struct KernelsConfig {
+  std::string tuning_file;  ///< choices of timed GEMMs; empty: none are timed
+};
 struct DebugConfig {
   NanCheck nan = NanCheck::kOff;
   bool dist = false;
@@ -274,6 +277,7 @@ struct Config {
   GuardConfig guard;
   DistConfig dist;
   ProfileConfig profile;
+  KernelsConfig kernels;
   DebugConfig debug;
   /// Samples of an epoch and of a step over all ranks, once `resolve_budget` (budget.h) knows them.
   int64_t samples_per_epoch = 0, samples_per_step = 0;

@@ -796,7 +796,7 @@ void add_guard(ConfigTable& t, Config& c) {
 void add_libraries(ConfigTable& t, Config& c, bool is_cuda) {
   t.add("kernels.attention", c.runtime.backends.attention,
         "attention backend on CUDA: this project's kernels (bitwise repeatable), cuDNN where "
-        "it takes the problem, or the faster of both, timed once a shape")
+        "it takes the problem, or the faster of both, timed after the first step by rank 0")
       .needs(is_cuda, "device = cuda");
   t.add("kernels.gemm", c.runtime.backends.gemm,
         "GEMM backend on CUDA: cuBLASLt where it is installed, this project's kernel, or "
@@ -806,6 +806,13 @@ void add_libraries(ConfigTable& t, Config& c, bool is_cuda) {
         "cuBLASLt may round the operands of f32 GEMMs to TF32, which has 10 bits of fraction: "
         "up to 8 times as fast")
       .also("tf32")
+      .needs(is_cuda && c.runtime.backends.gemm != GemmBackend::kOwn,
+             "device = cuda and kernels.gemm = auto or cublaslt");
+  t.add("kernels.tuning_file", c.kernels.tuning_file,
+        "file of the fastest algorithms of cuBLASLt, with fused or separate epilogues, by device, "
+        "library and shape: rank 0 times what is not in it after the step that meets it, and all "
+        "ranks use its choices; runs with the same file repeat each other bit by bit; empty: "
+        "cuBLASLt's first proposal")
       .needs(is_cuda && c.runtime.backends.gemm != GemmBackend::kOwn,
              "device = cuda and kernels.gemm = auto or cublaslt");
 

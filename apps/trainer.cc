@@ -41,6 +41,7 @@
 #include "dist/fsdp/first_steps.h"
 #include "dist/fsdp/shard_view.h"
 #include "dist/fsdp/state_guard.h"
+#include "dist/tuning.h"
 
 namespace tessera::apps {
 namespace {
@@ -169,6 +170,7 @@ class TrainingRun {
   StatusFile& status_;
   std::atomic<int64_t>* steps_done_;
   Workload& work_;
+  std::optional<dist::SharedTuning> tuning_;                   // none: the libraries' proposals
   std::string data_id_, data_content_, val_id_, val_content_;  // contents once they are read
   const Samples &samples_, &eval_samples_;
   const std::string budget_;  // what was resolved of it
@@ -259,6 +261,12 @@ TrainingRun::TrainingRun(const Config& config, dist::World& world, Workload& wor
     work_.make_model();
     model_ = &work_.model();
   });
+  const Backends& backends = config_.runtime.backends;
+  const std::string& tuning_file = config_.kernels.tuning_file;
+  if (Context::current()->device().type == DeviceType::kCuda &&
+      (!tuning_file.empty() || backends.attention == AttentionBackend::kAuto)) {
+    tuning_.emplace(world_, tuning_file);
+  }
   work_.begin_checks(world_);
   work_.prepare_model(world_);
   try {
@@ -882,6 +890,7 @@ TrainResult TrainingRun::run() {
         control.poll(checkpoints_.state(), checkpoints_.is_late(),
                      log_error_.has_value() || data_error_.has_value(), waited_ms_);
     if (last_step_ms_ > 0) slow_rank_.add(decision.waited_ms, last_step_ms_);
+    if (tuning_) tuning_->update();
     checkpoints_.advance(decision.writers);
     const bool is_last = step_ == num_steps || decision.is_out_of_time;
     const bool is_eval_due = is_last || (eval_every > 0 && step_ % eval_every == 0) ||

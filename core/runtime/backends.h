@@ -15,7 +15,7 @@ enum class AttentionBackend : unsigned char {
   kCudnn,  ///< cuDNN where it takes the problem (bf16 or f16, aligned, no documents, alibi, window
            ///< or softcap, all gradients wanted, none added to), else `kOwn`; its dq is summed by
            ///< atomics: not bitwise repeatable. An error where cuDNN 9 cannot be loaded
-  kAuto,   ///< the faster of both: the first call of a shape times each, which waits for the device
+  kAuto,   ///< the faster of both, as the current Tuning has timed them (kernels/tuning); else kOwn
 };
 constexpr auto enum_names(AttentionBackend) {
   return std::to_array<EnumName<AttentionBackend>>({{AttentionBackend::kOwn, "own"},

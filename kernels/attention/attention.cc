@@ -1,9 +1,6 @@
 #include "kernels/attention/attention.h"
 
-#include <chrono>
 #include <cmath>
-#include <map>
-#include <mutex>
 #include <vector>
 
 #include "core/autograd.h"
@@ -13,6 +10,7 @@
 #include "kernels/attention/cuda/cudnn.h"
 #include "kernels/attention/decode.h"
 #include "kernels/attention/kernel.h"
+#include "kernels/attention/tune.h"
 
 namespace tessera {
 namespace kernels {
@@ -202,36 +200,11 @@ void check(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionOpt
   }
 }
 
-template <class F>
-double seconds_of(const Stream& s, const F& f) {
-  constexpr int kRuns = 5;
-  f();  // plans, code and caches
-  s.synchronize();
-  const auto begin = std::chrono::steady_clock::now();
-  for (int i = 0; i < kRuns; ++i) f();
-  s.synchronize();
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-}
-
-/// Whether `cudnn` is faster than `own`, measured at the first call of a shape. Both write the same
-/// outputs, so they may run as often as need be.
-template <class Args, class Own, class Cudnn>
-bool is_cudnn_faster(const Stream& s, const Args& a, bool is_backward, Own own, Cudnn cudnn) {
-  static std::mutex mutex;
-  static std::map<std::vector<int64_t>, bool>& measured = *new std::map<std::vector<int64_t>, bool>;
-  const kernels::AttentionShape& shape = a.shape;
-  const std::vector<int64_t> key = {s.device().index,   is_backward,
-                                    shape.batch,        shape.num_queries,
-                                    shape.num_keys,     shape.num_heads,
-                                    shape.num_kv_heads, shape.head_dim,
-                                    shape.causal,       static_cast<int64_t>(shape.dtype)};
-  const std::lock_guard lock(mutex);
-  const auto found = measured.find(key);
-  if (found != measured.end()) return found->second;
-  const bool is_faster =
-      cudnn(s, a) && seconds_of(s, [&] { cudnn(s, a); }) < seconds_of(
-                                                               s, [&] { own(s, a); });
-  return measured.emplace(key, is_faster).first->second;
+/// Whether the current Tuning has found cuDNN to be faster.
+template <class Args>
+bool is_cudnn_chosen(const Args& a) {
+  Tuning* const tuning = Tuning::current();
+  return tuning != nullptr && tuning->find_or_want(kernels::attention_key(a)) == "cudnn";
 }
 
 /// Submits by the selected backend.
@@ -248,8 +221,7 @@ void submit(const Args& a, bool is_backward, Own own, Cudnn cudnn) {
     return own(s, a);
   }
   if (!kernels::cudnn_takes(a)) return own(s, a);
-  if (backend == AttentionBackend::kAuto && !is_cudnn_faster(s, a, is_backward, own, cudnn))
-    return own(s, a);
+  if (backend == AttentionBackend::kAuto && !is_cudnn_chosen(a)) return own(s, a);
   if (cudnn(s, a)) return;
   log_once("info",
            fmt::format("attention: cuDNN has no kernel for the {} of {} heads of {}, {} queries "

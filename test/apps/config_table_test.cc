@@ -151,6 +151,7 @@ std::vector<Example> examples() {
       {"kernels.attention", "auto", {}, {}, true},
       {"kernels.gemm", "own", {}, {}, true},
       {"kernels.gemm_tf32", "true", {}, {}, true},
+      {"kernels.tuning_file", "gemm.txt", {}, {}, true},
       {"dist.nccl_reduce", "nccl", {}, {}, true},
       {"dist.nccl_max_ctas", "4", {}, {}, true},
       {"profile.trace", "t.json", {}, {"--profile.steps=2..3"}},

@@ -80,6 +80,10 @@ class Result:
             found |= {os.path.relpath(os.path.join(folder, name), self.dir) for name in names}
         return found
 
+    def read(self, name):
+        with open(os.path.join(self.dir, name)) as file:
+            return file.read()
+
     def saved_steps(self):
         return sorted(int(m[1]) for f in self.files()
                       if (m := re.fullmatch(r"out/step-(\d+)/manifest\.json", f)))
@@ -673,6 +677,10 @@ ROWS = [
     Row("kernels.gemm", "own", lambda a, b: a.status == b.status == 0 and
         (a.values("peak_bytes") > b.values("peak_bytes") or other_numbers(a, b)), SIMT),
     Row("kernels.gemm_tf32", "true", other_numbers, SIMT),
+    # A key and its choice a line, under the device's name.
+    Row("kernels.tuning_file", "@DIR/tuning.txt", lambda a, b: a.status == b.status == 0 and
+        "\n[Fake device (9.0); cuBLASLt " in b.read("tuning.txt") and
+        re.search(r"\ngemm .* -> fused ", b.read("tuning.txt")), SIMT),
     Row("kernels.attention", "cudnn", lambda a, b: a.status == 0 and b.status == 2 and
         "kernels.attention = cudnn, but " in b.text, SIMT, env={"TESSERA_CUDNN": "/nowhere/lib.so"}),
     Row("output.dir", "@DIR/elsewhere", lambda a, b: "elsewhere/metrics.jsonl" in b.files()),

@@ -1,7 +1,9 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/dtype.h"
@@ -9,15 +11,15 @@
 #include "test/simt/include/cublasLt.h"
 
 // cuBLASLt as its documentation describes it: column-major matrices, D = epilogue(alpha op(A) op(B)
-// + beta C), everything in f32 with one rounding at the end. It asks for a workspace and fills it
-// with NaN, and refuses what does not fit together.
+// + beta C), everything in f32 with one rounding at the end. It has several algorithms
+// (simt::GemmAlgorithm), which ask for a workspace and fill it with NaN, and refuses what does not fit
+// together.
 
 namespace {
 
 using tessera::BFloat16;
 using tessera::Float16;
 
-constexpr size_t kWorkspaceNbytes = 4096;
 constexpr uint64_t kMagic = 0x7465737365726121u;  // of an algorithm that the heuristic has given
 
 float load(cudaDataType_t type, const void* data, int64_t i) {
@@ -124,6 +126,7 @@ struct Product {
   Operand a, b, c;
   void* d;
   Layout d_layout;
+  int order;
 };
 
 void compute(const Product& p) {
@@ -139,8 +142,13 @@ void compute(const Product& p) {
       for (int64_t row = 0; row < m; ++row) {
         const float* x = a.data() + row * k;
         const float* y = b.data() + col * k;
+        const int64_t run = int64_t{1} << p.order;
         float sum = 0;
-        for (int64_t i = 0; i < k; ++i) sum += x[i] * y[i];
+        for (int64_t first = 0; first < k; first += run) {
+          float part = 0;
+          for (int64_t i = first; i < std::min(first + run, k); ++i) part += x[i] * y[i];
+          sum += part;
+        }
         float value = p.alpha * sum;
         if (p.beta != 0) value += p.beta * p.c.at(batch, row, col);
         if (p.desc.has_bias()) value += load(p.d_layout.type, p.desc.bias, row);
@@ -189,6 +197,7 @@ std::string find_mistake(const Desc& desc, const Operand& a, const Operand& b, c
 struct Algorithm {
   uint64_t magic;  // kMagic
   uint32_t alignments[6];
+  int32_t index;  // in the library's list
 };
 static_assert(sizeof(Algorithm) <= sizeof(cublasLtMatmulAlgo_t));
 
@@ -204,11 +213,49 @@ bool set(T& field, const void* value, size_t nbytes) {
   return true;
 }
 
+/// The library as a test has set it.
+struct Library {
+  std::mutex mutex;
+  std::vector<simt::GemmAlgorithm> algorithms = {{}};
+  size_t version = 130100;
+  std::vector<int> used;
+};
+Library& library() {
+  static auto* library = new Library;
+  return *library;
+}
+
+bool has_epilogue(const Desc& desc) {
+  return desc.epilogue != CUBLASLT_EPILOGUE_DEFAULT && desc.epilogue != CUBLASLT_EPILOGUE_BIAS;
+}
+
+/// Whether the algorithm computes such a product at all.
+bool takes(const simt::GemmAlgorithm& algorithm, const Desc& desc, const Layout& a,
+           const uint32_t* alignments) {
+  return (algorithm.takes_f32 || a.type != CUDA_R_32F) &&
+         (algorithm.takes_epilogues || !has_epilogue(desc)) &&
+         std::all_of(alignments, alignments + 4,
+                     [&](uint32_t x) { return x >= algorithm.min_alignment; });
+}
+
 cublasStatus_t status_of(bool is_valid) {
   return is_valid ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_INVALID_VALUE;
 }
 
 }  // namespace
+
+void simt::set_gemm_algorithms(std::vector<GemmAlgorithm> algorithms) {
+  const std::lock_guard lock(library().mutex);
+  library().algorithms = std::move(algorithms);
+}
+void simt::set_cublaslt_version(size_t version) {
+  const std::lock_guard lock(library().mutex);
+  library().version = version;
+}
+std::vector<int> simt::take_gemm_algorithms() {
+  const std::lock_guard lock(library().mutex);
+  return std::exchange(library().used, {});
+}
 
 extern "C" {
 
@@ -224,6 +271,11 @@ const char* cublasLtGetStatusString(cublasStatus_t status) {
       return "CUBLAS_STATUS_NOT_SUPPORTED";
   }
   return "?";
+}
+
+size_t cublasLtGetVersion(void) {
+  const std::lock_guard lock(library().mutex);
+  return library().version;
 }
 
 // Handles live as long as the process, as the caller's do: they are no leaks.
@@ -321,15 +373,37 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(
                    {nullptr, *b, desc->trans_b == CUBLAS_OP_T}, {nullptr, *c}, *d);
   *num_results = 0;
   if (!mistake.empty() || max_results < 1) return CUBLAS_STATUS_NOT_SUPPORTED;
-  Algorithm algorithm{kMagic, {}};
+  Algorithm algorithm{kMagic, {}, 0};
   std::copy_n(preference->alignments, 4, algorithm.alignments);
   algorithm.alignments[4] = alignment_of(desc->bias);
   algorithm.alignments[5] = alignment_of(desc->aux);
-  cublasLtMatmulAlgo_t algo{};
-  std::memcpy(&algo, &algorithm, sizeof algorithm);
-  results[0] = {algo, preference->max_workspace_nbytes >= kWorkspaceNbytes ? kWorkspaceNbytes : 0,
-                CUBLAS_STATUS_SUCCESS};
-  *num_results = 1;
+  const std::lock_guard lock(library().mutex);
+  for (const simt::GemmAlgorithm& x : library().algorithms) {
+    if (*num_results < max_results && x.workspace_nbytes <= preference->max_workspace_nbytes &&
+        takes(x, *desc, *a, algorithm.alignments)) {
+      cublasLtMatmulAlgo_t algo{};
+      std::memcpy(&algo, &algorithm, sizeof algorithm);
+      results[(*num_results)++] = {algo, x.workspace_nbytes, CUBLAS_STATUS_SUCCESS};
+    }
+    ++algorithm.index;
+  }
+  return *num_results > 0 ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_NOT_SUPPORTED;
+}
+
+cublasStatus_t cublasLtMatmulAlgoCheck(cublasLtHandle_t, cublasLtMatmulDesc_t desc,
+                                       cublasLtMatrixLayout_t a, cublasLtMatrixLayout_t,
+                                       cublasLtMatrixLayout_t, cublasLtMatrixLayout_t,
+                                       const cublasLtMatmulAlgo_t* algo,
+                                       cublasLtMatmulHeuristicResult_t* result) {
+  Algorithm algorithm{};
+  std::memcpy(&algorithm, algo, sizeof algorithm);
+  const std::lock_guard lock(library().mutex);
+  const auto index = static_cast<size_t>(algorithm.index);
+  if (algorithm.magic != kMagic || index >= library().algorithms.size())
+    return CUBLAS_STATUS_INVALID_VALUE;
+  const simt::GemmAlgorithm& x = library().algorithms[index];
+  if (!takes(x, *desc, *a, algorithm.alignments)) return CUBLAS_STATUS_NOT_SUPPORTED;
+  *result = {*algo, x.workspace_nbytes, CUBLAS_STATUS_SUCCESS};
   return CUBLAS_STATUS_SUCCESS;
 }
 
@@ -339,6 +413,23 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
                               cublasLtMatrixLayout_t c_layout, void* d,
                               cublasLtMatrixLayout_t d_layout, const cublasLtMatmulAlgo_t* algo,
                               void* workspace, size_t workspace_nbytes, cudaStream_t stream) {
+  Algorithm algorithm{};
+  if (algo != nullptr) std::memcpy(&algorithm, algo, sizeof algorithm);
+  simt::GemmAlgorithm chosen;
+  std::string mistake;
+  {
+    const std::lock_guard lock(library().mutex);
+    const auto index = static_cast<size_t>(algorithm.index);
+    if (algorithm.magic != kMagic || index >= library().algorithms.size())
+      mistake = "an algorithm of nobody";
+    else
+      chosen = library().algorithms[index];
+  }
+  if (mistake.empty() && !takes(chosen, *desc, *a_layout, algorithm.alignments))
+    mistake = "an algorithm that does not take this";
+  if (mistake.empty() && workspace_nbytes < chosen.workspace_nbytes)
+    mistake = "less workspace than the algorithm needs";
+  if (mistake.empty() && chosen.fails) return CUBLAS_STATUS_NOT_SUPPORTED;
   const Product p{*desc,
                   *static_cast<const float*>(alpha),
                   *static_cast<const float*>(beta),
@@ -346,11 +437,9 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
                   {b, *b_layout, desc->trans_b == CUBLAS_OP_T},
                   {c, *c_layout},
                   d,
-                  *d_layout};
-  std::string mistake = find_mistake(p.desc, p.a, p.b, p.c, p.d_layout);
-  Algorithm algorithm{};
-  if (algo != nullptr) std::memcpy(&algorithm, algo, sizeof algorithm);
-  if (algorithm.magic != kMagic) mistake = "an algorithm of nobody";
+                  *d_layout,
+                  chosen.order};
+  if (mistake.empty()) mistake = find_mistake(p.desc, p.a, p.b, p.c, p.d_layout);
   const void* const pointers[] = {a, b, c, d, desc->bias, desc->aux};
   for (int i = 0; i < 6 && mistake.empty(); ++i) {
     if (alignment_of(pointers[i]) < algorithm.alignments[i])
@@ -375,10 +464,17 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
   }
   if (workspace_nbytes > 0)
     ranges.push_back({workspace, static_cast<int64_t>(workspace_nbytes), true});
-  const auto work = [p, workspace, workspace_nbytes] {
-    if (workspace_nbytes > 0) std::memset(workspace, 0xff, workspace_nbytes);
+  const double ms = chosen.ms + (has_epilogue(*desc) ? chosen.epilogue_ms : 0) +
+                    chosen.device_ms * handle->device;
+  const auto work = [p, workspace, chosen, ms] {
+    if (chosen.workspace_nbytes > 0) std::memset(workspace, 0xff, chosen.workspace_nbytes);
     compute(p);
+    simt::take_time(ms);
   };
+  {
+    const std::lock_guard lock(library().mutex);
+    library().used.push_back(algorithm.index);
+  }
   return simt::submit(stream, "cublasLtMatmul", ranges, work) == cudaSuccess
              ? CUBLAS_STATUS_SUCCESS
              : CUBLAS_STATUS_EXECUTION_FAILED;

@@ -31,18 +31,23 @@ bool overlap(const void* a, int64_t a_nbytes, const void* b, int64_t b_nbytes) {
   return a_nbytes > 0 && b_nbytes > 0 && x < y + b_nbytes && y < x + a_nbytes;
 }
 
+/// Of the stream whose thread this is: what its work so far is said to have taken.
+thread_local double planted_stream_ms = 0;
+
 /// A point that a stream passes once. An event refers to the one of its last record.
 struct Point {
   std::mutex mutex;
   std::condition_variable changed;
   bool is_passed = false;
   Clock::time_point time;
+  double planted_ms = 0;
 
   void pass() {
     {
       const std::lock_guard lock(mutex);
       is_passed = true;
       time = Clock::now();
+      planted_ms = planted_stream_ms;
     }
     changed.notify_all();
   }
@@ -113,10 +118,12 @@ struct Machine {
   std::mutex mutex;
   int num_devices = 8;
   int capability = 90;  // of device 0
+  std::map<int, std::string> device_names;
   int64_t capacity = int64_t{4} << 30;
   int max_delay_us = 0;
   uint64_t delay_seed = 0;
   std::atomic<bool> skips_work{false};
+  std::atomic<bool> has_planted_times{false};
   std::map<std::string, int64_t> calls;
   std::vector<std::string> mistakes;
   std::map<const char*, Allocation> allocations;  // by their first byte
@@ -303,6 +310,7 @@ void CUstream_st::run() {
       const bool is_skipped = Machine::get().skips_work && !is_point &&
                               std::strcmp(work->name, "cuStreamWaitValue32") != 0;
       if (!is_skipped && (is_point || failure_of(device) == cudaSuccess)) work->run();
+      if (std::strcmp(work->name, "kernel") == 0) simt::take_time(simt::kPlantedKernelMs);
     } catch (const std::exception& error) {
       fail_device(device, error.what());
     }
@@ -323,6 +331,12 @@ void set_compute_capability(int capability) {
   m.capability = capability;
 }
 
+void set_device_name(int device, std::string name) {
+  Machine& m = Machine::get();
+  const std::lock_guard lock(m.mutex);
+  m.device_names[device] = std::move(name);
+}
+
 void set_num_devices(int num_devices) {
   Machine& m = Machine::get();
   const std::lock_guard lock(m.mutex);
@@ -340,6 +354,14 @@ void set_random_delays(int max_us, uint64_t seed) {
   const std::lock_guard lock(m.mutex);
   m.max_delay_us = max_us;
   m.delay_seed = seed;
+}
+
+void set_planted_times(bool is_on) {
+  Machine::get().has_planted_times = is_on;
+}
+
+void take_time(double ms) {
+  planted_stream_ms += ms;
 }
 
 void set_skips_work(bool skips) {
@@ -543,6 +565,18 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
   return remember(cudaErrorInvalidValue);
 }
 
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
+  Machine& m = Machine::get();
+  const std::lock_guard lock(m.mutex);
+  if (device < 0 || device >= m.num_devices) return remember(cudaErrorInvalidDevice);
+  const int capability = device == 0 ? m.capability : 90;
+  const auto name = m.device_names.find(device);
+  *properties = {{}, capability / 10, capability % 10};
+  std::snprintf(properties->name, sizeof properties->name, "%s",
+                name != m.device_names.end() ? name->second.c_str() : "Fake device");
+  return cudaSuccess;
+}
+
 cudaError_t cudaDeviceGetPCIBusId(char* id, int length, int device) {
   std::snprintf(id, static_cast<size_t>(length), "0000:%02x:00.0", device);
   return cudaSuccess;
@@ -726,7 +760,9 @@ cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t begin, cudaEvent_t end) 
   if (begin->device != end->device)
     return simt::report_mistake("cudaEventElapsedTime: the events are of two devices");
   if (!a->is_done() || !b->is_done()) return cudaErrorNotReady;
-  *ms = std::chrono::duration<float, std::milli>(b->time - a->time).count();
+  *ms = Machine::get().has_planted_times
+            ? static_cast<float>(b->planted_ms - a->planted_ms)
+            : std::chrono::duration<float, std::milli>(b->time - a->time).count();
   return cudaSuccess;
 }
 

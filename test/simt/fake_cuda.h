@@ -28,6 +28,8 @@ constexpr int kLeakStatus = 86;
 void set_num_devices(int num_devices);
 /// 10 major + minor of device 0, 90 at first; the others stay at 90.
 void set_compute_capability(int capability);
+/// What cudaGetDeviceProperties calls a device; "Fake device" at first.
+void set_device_name(int device, std::string name);
 /// Bytes of each device; 4 GiB at first.
 void set_device_capacity(int64_t nbytes);
 /// Each task of each stream starts up to this much late, in an order drawn from `seed`: a missing
@@ -37,6 +39,11 @@ void set_random_delays(int max_us, uint64_t seed);
 /// Streams take work and events but do nothing of it, and memory has no bytes until it is touched:
 /// for programs too large to run, whose calls are counted. Before the first allocation.
 void set_skips_work(bool skips);
+/// Events tell, in place of the real time, what the work of their stream is said to take: a kernel
+/// kPlantedKernelMs, a call of a library what it says.
+void set_planted_times(bool is_on);
+constexpr double kPlantedKernelMs = 1;
+
 /// How often work was queued, by name ("kernel", "cudaMemcpyAsync"), and the host waited or asked
 /// for memory ("cudaStreamSynchronize", "cudaMalloc"), since the last call.
 std::map<std::string, int64_t> take_calls();
@@ -47,6 +54,9 @@ std::vector<std::string> take_mistakes();
 std::vector<std::string> live_objects();
 
 // ----- for the fakes of libraries
+
+/// By work, on the thread of its stream: it is said to take so long.
+void take_time(double ms);
 
 struct Range {
   const void* data;
@@ -64,6 +74,28 @@ cudaError_t report_mistake(std::string text);
 void add_object(const void* object, std::string description);
 void remove_object(const void* object);
 int device_of(cudaStream_t stream);
+
+// ----- of the fake cuBLASLt
+
+/// One algorithm of the library. They add in different orders, `order` of them, and so differ in their
+/// bits; the heuristic offers them in this order where they are not refused.
+struct GemmAlgorithm {
+  double ms = 1;           ///< planted time of a product
+  double epilogue_ms = 0;  ///< on top for any epilogue but none and a bias
+  double device_ms = 0;    ///< on top for each device before the stream's
+  int order = 30;          ///< terms are added in runs of 1 << order, then the runs in order
+  bool takes_f32 = true;
+  bool takes_epilogues = true;  ///< other than none and a bias
+  uint32_t min_alignment = 1;   ///< of A, B, C and D, bytes
+  bool fails = false;           ///< offered, and refused when it is to run
+  size_t workspace_nbytes = 4096;
+};
+/// Those of the library; one of the defaults at first.
+void set_gemm_algorithms(std::vector<GemmAlgorithm> algorithms);
+/// As cublasLtGetVersion() has it; 130100 at first.
+void set_cublaslt_version(size_t version);
+/// Which algorithm computed each product since the last call, by its place in the list.
+std::vector<int> take_gemm_algorithms();
 
 // ----- of the fake NCCL
 

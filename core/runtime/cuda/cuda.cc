@@ -1,6 +1,7 @@
 #include "core/runtime/cuda/cuda.h"
 
 #include "core/log.h"
+#include "core/runtime/cuda/device_name.h"
 #if defined(TESSERA_CUDA)
 #include <algorithm>
 #include <array>
@@ -414,6 +415,13 @@ std::string cuda_device_id(Device device) {
   return bus_id;
 }
 
+std::string cuda_device_name(Device device) {
+  if (device.type != DeviceType::kCuda) return name_of(device);
+  cudaDeviceProp properties{};
+  TESSERA_CUDA_CHECK(cudaGetDeviceProperties(&properties, device.index));
+  return fmt::format("{} ({}.{})", properties.name, properties.major, properties.minor);
+}
+
 void poison_cuda_stream(const Stream& stream, std::exception_ptr error) {
   cuda_stream_of(stream).errors()->set(std::move(error));
 }
@@ -473,6 +481,9 @@ void use_cuda_device(Device device) {
 void ensure_cuda_device(Device) noexcept {}
 std::string cuda_device_id(Device device) {
   fail_absent("cuda_device_id", device);
+}
+std::string cuda_device_name(Device device) {
+  return name_of(device);
 }
 void poison_cuda_stream(const Stream& stream, std::exception_ptr) {
   fail_absent("poison_cuda_stream", stream.device());

@@ -380,6 +380,10 @@ const std::string& cudnn_problem() {
   return cudnn::library_problem();
 }
 
+int64_t cudnn_version() {
+  return cudnn_problem().empty() ? static_cast<int64_t>(api().version()) : 0;
+}
+
 bool cudnn_takes(const AttentionFwd& a) {
   return takes_shape(a.shape) && is_whole(a.q, a.q_strides, a.shape) &&
          is_whole(a.k, a.k_strides, a.shape) && is_whole(a.v, a.v_strides, a.shape) &&
@@ -387,8 +391,7 @@ bool cudnn_takes(const AttentionFwd& a) {
 }
 
 bool cudnn_takes(const AttentionBwd& a) {
-  const bool is_there = cudnn_problem().empty();
-  return cudnn_takes(a, is_there ? static_cast<int64_t>(api().version()) : CUDNN_VERSION);
+  return cudnn_takes(a, cudnn_problem().empty() ? cudnn_version() : CUDNN_VERSION);
 }
 
 bool cudnn_takes(const AttentionBwd& a, int64_t version) {
@@ -475,6 +478,9 @@ std::string describe_to_cudnn(const AttentionBwd& a) {
 const std::string& cudnn_problem() {
   static const std::string problem = "this build has no cuDNN";
   return problem;
+}
+int64_t cudnn_version() {
+  return 0;
 }
 bool cudnn_takes(const AttentionFwd&) {
   return false;

@@ -12,6 +12,8 @@ namespace tessera::kernels {
 
 /// Why there is no cuDNN: not built with its headers, not installed, too old. Empty if there is.
 const std::string& cudnn_problem();
+/// As cudnnGetVersion() has it: 91501 is 9.15.1; 0 without one.
+int64_t cudnn_version();
 
 /// Whether cuDNN may take the problem: bf16 or f16 in rows of 16-byte multiples, no documents, no
 /// position bias, a positive scale; no window and no soft-cap, and in the backward nothing that this
@@ -19,7 +21,7 @@ const std::string& cudnn_problem();
 /// gradients, none added to.
 bool cudnn_takes(const AttentionFwd& a);
 bool cudnn_takes(const AttentionBwd& a);
-/// The same of a library of `version`, as cudnnGetVersion() has it: 91501 is 9.15.1.
+/// The same of a library of `version`.
 bool cudnn_takes(const AttentionBwd& a, int64_t version);
 
 /// Why the backward over so many keys is not right in a version of cuDNN; empty if it is.

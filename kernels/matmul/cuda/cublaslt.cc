@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <charconv>
 #include <cstring>
 #include <mutex>
 #include <unordered_map>
@@ -20,10 +21,12 @@
 #include "core/log.h"
 #include "core/runtime/cuda/library.h"
 #include "kernels/matmul/backend.h"
+#include "kernels/matmul/cuda/tune.h"
 
 // [Note: Plans of cuBLASLt]
-// A plan holds descriptors and the heuristic's first algorithm for everything that the choice
-// depends on: types, shape, layout, epilogue and the alignment of the pointers. Plans and the
+// A plan holds descriptors and an algorithm for everything that the choice depends on: types, shape,
+// layout, epilogue and the alignment of the pointers. The algorithm is the one that the current Tuning
+// has chosen, or the heuristic's first; the plan looks again when the Tuning has grown. Plans and the
 // library's handles (one a device) live as long as the process: the driver may be gone before
 // static objects are destroyed. A descriptor carries the pointers of bias and auxiliary output, so
 // a lock covers setting them and submitting. Split-K partial sums are added in f32, in a fixed
@@ -37,6 +40,7 @@ namespace {
 
 struct Api {
   decltype(&cublasLtCreate) create;
+  decltype(&cublasLtGetVersion) version;
   decltype(&cublasLtGetStatusString) status_string;
   decltype(&cublasLtMatmulDescCreate) desc_create;
   decltype(&cublasLtMatmulDescSetAttribute) desc_set;
@@ -48,6 +52,7 @@ struct Api {
   decltype(&cublasLtMatmulPreferenceSetAttribute) preference_set;
   decltype(&cublasLtMatmulPreferenceDestroy) preference_destroy;
   decltype(&cublasLtMatmulAlgoGetHeuristic) heuristic;
+  decltype(&cublasLtMatmulAlgoCheck) algo_check;
   decltype(&cublasLtMatmul) matmul;
 };
 
@@ -95,6 +100,7 @@ Library open_library() {
 #endif
   if (handle == nullptr) return library;
   TESSERA_CUBLASLT_LOAD(create, cublasLtCreate);
+  TESSERA_CUBLASLT_LOAD(version, cublasLtGetVersion);
   TESSERA_CUBLASLT_LOAD(status_string, cublasLtGetStatusString);
   TESSERA_CUBLASLT_LOAD(desc_create, cublasLtMatmulDescCreate);
   TESSERA_CUBLASLT_LOAD(desc_set, cublasLtMatmulDescSetAttribute);
@@ -106,6 +112,7 @@ Library open_library() {
   TESSERA_CUBLASLT_LOAD(preference_set, cublasLtMatmulPreferenceSetAttribute);
   TESSERA_CUBLASLT_LOAD(preference_destroy, cublasLtMatmulPreferenceDestroy);
   TESSERA_CUBLASLT_LOAD(heuristic, cublasLtMatmulAlgoGetHeuristic);
+  TESSERA_CUBLASLT_LOAD(algo_check, cublasLtMatmulAlgoCheck);
   TESSERA_CUBLASLT_LOAD(matmul, cublasLtMatmul);
   return library;
 }
@@ -137,7 +144,7 @@ int current_device() {
 
 /// What the choice of an algorithm depends on. Compared and hashed as words, so every field is one.
 struct Key {
-  int64_t device, flags, alignments, m, n, k, lda, ldb, ldc, ld_residual, num_batches,
+  int64_t device, tuning, flags, alignments, m, n, k, lda, ldb, ldc, ld_residual, num_batches,
       batch_stride_a, batch_stride_b, batch_stride_c;
 
   friend bool operator==(const Key&, const Key&) = default;
@@ -158,6 +165,8 @@ struct KeyHash {
 
 struct Plan {
   bool is_supported = false;
+  GemmWay way = GemmWay::kFused;
+  uint64_t tuning_version = 0;  // of the current Tuning, when it was asked last
   size_t workspace_nbytes = 0;
   cublasLtMatmulDesc_t desc = nullptr;
   cublasLtMatrixLayout_t a = nullptr, b = nullptr, c = nullptr, d = nullptr;
@@ -237,7 +246,7 @@ const void* epilogue_aux(const Matmul& p) {
   return p.activate ? p.pre_activation : nullptr;
 }
 
-Key key_of(const Matmul& p, int device) {
+Key key_of(const Matmul& p, int device, const Tuning* tuning) {
   const auto log_alignment = [](const void* data) {
     return static_cast<int64_t>(__builtin_ctz(alignment_of(data)));
   };
@@ -251,6 +260,7 @@ Key key_of(const Matmul& p, int device) {
                              log_alignment(epilogue_vector(p)) << 32 |
                              log_alignment(epilogue_aux(p)) << 40;
   return {device,
+          tuning != nullptr ? static_cast<int64_t>(tuning->id()) : 0,
           flags,
           alignments,
           p.m,
@@ -326,7 +336,9 @@ void describe(Plan& plan, const Matmul& p) {
   plan.d = make_layout(p, p.c_dtype, p.m, p.n, p.ldc, p.batch_stride_c);
 }
 
-void choose_algorithm(Plan& plan, const Matmul& p, cublasLtHandle_t handle) {
+/// What the heuristic offers, its favourite first.
+std::vector<cublasLtMatmulHeuristicResult_t> ask_heuristic(const Plan& plan, const Matmul& p,
+                                                           cublasLtHandle_t handle, int max_count) {
   cublasLtMatmulPreference_t preference = nullptr;
   check(api().preference_create(&preference), "cublasLtMatmulPreferenceCreate");
   set(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
@@ -337,15 +349,63 @@ void choose_algorithm(Plan& plan, const Matmul& p, cublasLtHandle_t handle) {
   set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, alignment_of(p.a));
   set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, alignment_of(added_to(p)));
   set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, alignment_of(p.c));
-  cublasLtMatmulHeuristicResult_t result{};
+  std::vector<cublasLtMatmulHeuristicResult_t> results(static_cast<size_t>(max_count));
   int num_results = 0;
-  const cublasStatus_t status = api().heuristic(handle, plan.desc, plan.a, plan.b, plan.c, plan.d,
-                                                preference, 1, &result, &num_results);
+  const cublasStatus_t status =
+      api().heuristic(handle, plan.desc, plan.a, plan.b, plan.c, plan.d, preference, max_count,
+                      results.data(), &num_results);
   check(api().preference_destroy(preference), "cublasLtMatmulPreferenceDestroy");
-  plan.is_supported =
-      status == CUBLAS_STATUS_SUCCESS && num_results > 0 && result.state == CUBLAS_STATUS_SUCCESS;
-  plan.algo = result.algo;
-  plan.workspace_nbytes = plan.is_supported ? result.workspaceSize : 0;
+  results.resize(status == CUBLAS_STATUS_SUCCESS ? static_cast<size_t>(num_results) : 0);
+  std::erase_if(results, [](const cublasLtMatmulHeuristicResult_t& result) {
+    return result.state != CUBLAS_STATUS_SUCCESS;
+  });
+  return results;
+}
+
+void choose_algorithm(Plan& plan, const Matmul& p, cublasLtHandle_t handle) {
+  const auto results = ask_heuristic(plan, p, handle, 1);
+  plan.is_supported = !results.empty();
+  if (!plan.is_supported) return;
+  plan.algo = results.front().algo;
+  plan.workspace_nbytes = results.front().workspaceSize;
+}
+
+std::string text_of(const cublasLtMatmulAlgo_t& algo, size_t workspace_nbytes) {
+  std::string text = fmt::format("{} ", workspace_nbytes);
+  const auto* bytes = reinterpret_cast<const unsigned char*>(&algo);
+  for (size_t i = 0; i < sizeof algo; ++i) text += fmt::format("{:02x}", bytes[i]);
+  return text;
+}
+
+/// What `text_of` has written; false for anything else.
+bool read_algorithm(const std::string& text, cublasLtMatmulAlgo_t& algo, size_t& workspace_nbytes) {
+  const char* const end = text.data() + text.size();
+  const auto [blank, error] = std::from_chars(text.data(), end, workspace_nbytes);
+  if (error != std::errc{} || end - blank != 1 + 2 * static_cast<std::ptrdiff_t>(sizeof algo) ||
+      workspace_nbytes > static_cast<size_t>(kCublasLtMaxWorkspace)) {
+    return false;
+  }
+  auto* bytes = reinterpret_cast<unsigned char*>(&algo);
+  for (size_t i = 0; i < sizeof algo; ++i) {
+    const char* const digits = blank + 1 + 2 * i;
+    if (std::from_chars(digits, digits + 2, bytes[i], 16).ptr != digits + 2) return false;
+  }
+  return true;
+}
+
+/// The current Tuning's choice, if it has one. To be called when it has grown.
+void apply_choice(Plan& plan, const Matmul& p, Tuning& tuning) {
+  plan.tuning_version = tuning.version();
+  if (!plan.is_supported) return;
+  const std::string key = gemm_key(p), choice = tuning.find_or_want(key);
+  if (choice.empty()) return;
+  constexpr std::string_view kFused = "fused ";
+  const bool is_fused = choice.rfind(kFused, 0) == 0;
+  plan.way = is_fused ? GemmWay::kFused : choice == "apart" ? GemmWay::kApart : GemmWay::kOwn;
+  if (!is_fused) return;
+  TESSERA_CHECK_AS(InternalError,
+                   read_algorithm(choice.substr(kFused.size()), plan.algo, plan.workspace_nbytes),
+                   "matmul: the choice \"{}\" for \"{}\" is no algorithm", choice, key);
 }
 
 void destroy(const Plan& plan) {
@@ -357,16 +417,43 @@ void destroy(const Plan& plan) {
 
 /// To be called with the lock held.
 Plan& find_plan(State& state, const Matmul& p, int device) {
-  const Key key = key_of(p, device);
-  if (const auto it = state.plans.find(key); it != state.plans.end()) return it->second;
-  if (state.plans.size() >= kMaxPlans) {  // shapes that never repeat: begin anew
-    for (const auto& [old_key, old] : state.plans) destroy(old);
-    state.plans.clear();
+  Tuning* tuning = Tuning::current();
+  if (tuning != nullptr && !tuning->has_gemms()) tuning = nullptr;
+  const Key key = key_of(p, device, tuning);
+  auto found = state.plans.find(key);
+  if (found == state.plans.end()) {
+    if (state.plans.size() >= kMaxPlans) {  // shapes that never repeat: begin anew
+      for (const auto& [old_key, old] : state.plans) destroy(old);
+      state.plans.clear();
+    }
+    Plan plan;
+    describe(plan, p);
+    choose_algorithm(plan, p, handle_of(state, device));
+    found = state.plans.emplace(key, plan).first;
   }
-  Plan plan;
+  Plan& plan = found->second;
+  if (tuning != nullptr && plan.tuning_version != tuning->version()) apply_choice(plan, p, *tuning);
+  return plan;
+}
+
+/// Calls `f` with a plan of its own for `p` and the library's handle, under the lock.
+template <class F>
+auto with_plan(const Matmul& p, const F& f) {
+  const int device = current_device();
+  const std::lock_guard lock(state().mutex);
+  struct Held : Plan {
+    ~Held() { destroy(*this); }
+  } plan;
   describe(plan, p);
-  choose_algorithm(plan, p, handle_of(state, device));
-  return state.plans.emplace(key, plan).first->second;
+  return f(static_cast<Plan&>(plan), handle_of(state(), device));
+}
+
+cublasStatus_t submit(CUstream_st* stream, cublasLtHandle_t handle, const Plan& plan,
+                      const Matmul& p) {
+  const float alpha = 1, beta = has_beta(p) ? 1 : 0;
+  return api().matmul(handle, plan.desc, &alpha, p.b, plan.a, p.a, plan.b, &beta, added_to(p),
+                      plan.c, p.c, plan.d, &plan.algo, p.workspace,
+                      static_cast<size_t>(p.workspace_nbytes), stream);
 }
 
 }  // namespace
@@ -380,6 +467,44 @@ bool cublaslt_supports(const Matmul& p) {
   const int device = current_device();
   const std::lock_guard lock(state().mutex);
   return find_plan(state(), p, device).is_supported;
+}
+
+GemmWay cublaslt_way(const Matmul& p) {
+  const int device = current_device();
+  const std::lock_guard lock(state().mutex);
+  return find_plan(state(), p, device).way;
+}
+
+int64_t cublaslt_version() {
+  return library().problem.empty() ? static_cast<int64_t>(api().version()) : 0;
+}
+
+std::vector<std::string> cublaslt_algorithms(const Matmul& p, int max_count) {
+  if (!is_offered(p) || !library().problem.empty()) return {};
+  return with_plan(p, [&](const Plan& plan, cublasLtHandle_t handle) {
+    std::vector<std::string> texts;
+    for (const auto& result : ask_heuristic(plan, p, handle, max_count))
+      texts.push_back(text_of(result.algo, result.workspaceSize));
+    return texts;
+  });
+}
+
+bool cublaslt_takes(const Matmul& p, const std::string& algorithm) {
+  if (!is_offered(p) || !library().problem.empty()) return false;
+  return with_plan(p, [&](Plan& plan, cublasLtHandle_t handle) {
+    cublasLtMatmulHeuristicResult_t result{};
+    return read_algorithm(algorithm, plan.algo, plan.workspace_nbytes) &&
+           api().algo_check(handle, plan.desc, plan.a, plan.b, plan.c, plan.d, &plan.algo,
+                            &result) == CUBLAS_STATUS_SUCCESS &&
+           result.workspaceSize <= plan.workspace_nbytes;
+  });
+}
+
+bool cublaslt_try(CUstream_st* stream, const Matmul& p, const std::string& algorithm) {
+  return with_plan(p, [&](Plan& plan, cublasLtHandle_t handle) {
+    return read_algorithm(algorithm, plan.algo, plan.workspace_nbytes) &&
+           submit(stream, handle, plan, p) == CUBLAS_STATUS_SUCCESS;
+  });
 }
 
 void tell_not_taken(const Matmul& p) {
@@ -414,12 +539,8 @@ void cublaslt_matmul(CUstream_st* stream, const Matmul& p) {
                    "matmul: cuBLASLt needs {} bytes of workspace, got {}", needed,
                    p.workspace_nbytes);
   set_pointers(plan.desc, p);
-  const float alpha = 1, beta = has_beta(p) ? 1 : 0;
   [[maybe_unused]] const NvtxRange range;
-  const cublasStatus_t status =
-      api().matmul(handle_of(state(), device), plan.desc, &alpha, p.b, plan.a, p.a, plan.b, &beta,
-                   added_to(p), plan.c, p.c, plan.d, &plan.algo, p.workspace,
-                   static_cast<size_t>(p.workspace_nbytes), stream);
+  const cublasStatus_t status = submit(stream, handle_of(state(), device), plan, p);
   TESSERA_CHECK_AS(CudaError, status == CUBLAS_STATUS_SUCCESS,
                    "matmul: cublasLtMatmul of m {}, n {}, k {}, {} batches of {} into {}: {} "
                    "(status {})",
@@ -440,6 +561,21 @@ const std::string& cublaslt_problem() {
   return problem;
 }
 bool cublaslt_supports(const Matmul&) {
+  return false;
+}
+GemmWay cublaslt_way(const Matmul&) {
+  return GemmWay::kOwn;
+}
+int64_t cublaslt_version() {
+  return 0;
+}
+std::vector<std::string> cublaslt_algorithms(const Matmul&, int) {
+  return {};
+}
+bool cublaslt_takes(const Matmul&, const std::string&) {
+  return false;
+}
+bool cublaslt_try(CUstream_st*, const Matmul&, const std::string&) {
   return false;
 }
 void tell_not_taken(const Matmul& p) {

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <functional>
 #include <string>
+#include <vector>
 
 #include "kernels/matmul/kernel.h"
 
@@ -16,14 +17,14 @@
 // bias of rows.
 //
 // What is called, all of it:
-//   cublasLtCreate, cublasLtGetStatusString,
+//   cublasLtCreate, cublasLtGetVersion, cublasLtGetStatusString,
 //   cublasLtMatmulDesc{Create, SetAttribute, Destroy} (compute and scale type f32; TRANSA, TRANSB,
 //     EPILOGUE, BIAS_POINTER, EPILOGUE_AUX_POINTER, EPILOGUE_AUX_LD),
 //   cublasLtMatrixLayout{Create, SetAttribute, Destroy} (BATCH_COUNT, STRIDED_BATCH_OFFSET),
 //   cublasLtMatmulPreference{Create, SetAttribute, Destroy} (MAX_WORKSPACE_BYTES,
 //     REDUCTION_SCHEME_MASK, MIN_ALIGNMENT_{A, B, C, D}_BYTES),
-//   cublasLtMatmulAlgoGetHeuristic (one result), cublasLtMatmul (host alpha = 1, beta = 0 or 1; C
-//     is D unless a residual is added),
+//   cublasLtMatmulAlgoGetHeuristic, cublasLtMatmulAlgoCheck, cublasLtMatmul (host alpha = 1, beta =
+//     0 or 1; C is D unless a residual is added),
 //   epilogues DEFAULT, BIAS, GELU, GELU_BIAS, GELU_AUX, GELU_AUX_BIAS, BGRADB.
 // Descriptors are changed between calls: what a submitted product needs of them is read by the
 // call.
@@ -33,15 +34,37 @@ namespace tessera::kernels::cuda {
 /// Why cuBLASLt cannot be used in this process, one clause; empty if it can.
 const std::string& cublaslt_problem();
 
+/// As cublasLtGetVersion() has it; 0 without one.
+int64_t cublaslt_version();
+
 /// Whether cuBLASLt computes all of `p`, epilogue included. Asks its heuristic once a shape,
 /// layout, alignment and epilogue; the answer is kept. Products without terms (k = 0) are not
 /// offered.
 bool cublaslt_supports(const Matmul& p);
 
+/// How to compute what cuBLASLt supports.
+enum class GemmWay : unsigned char {
+  kFused,  ///< by cublaslt_matmul
+  kApart,  ///< its epilogue's activation, or sums of rows, by a pass of our own
+  kOwn,    ///< by our own kernel
+};
+/// What the current Tuning has chosen for `p` (tune.h); kFused if that is nothing.
+GemmWay cublaslt_way(const Matmul& p);
+
 /// Says in the log that own kernels compute `p`, which cuBLASLt does not: once that there is no
 /// library, or once which product it was that it did not take. Nothing for f64 and products without
 /// terms, which are never offered.
 void tell_not_taken(const Matmul& p);
+
+// For tune.cc. An algorithm is a line of text: its bytes of workspace and the library's own bytes in
+// hexadecimal, which mean the same to the same version of the library.
+
+/// Those that the heuristic offers for all of `p`, its favourite first.
+std::vector<std::string> cublaslt_algorithms(const Matmul& p, int max_count);
+/// Whether the library takes the algorithm for `p`.
+bool cublaslt_takes(const Matmul& p, const std::string& algorithm);
+/// Submits `p` with the algorithm; false if the library refuses.
+bool cublaslt_try(CUstream_st* stream, const Matmul& p, const std::string& algorithm);
 
 /// Bytes of `Matmul::workspace` that the chosen algorithm needs, at most kCublasLtMaxWorkspace; 0
 /// for a product that is not supported.

@@ -133,7 +133,12 @@ Path path_of(const Matmul& p) {
   if (gemm_backend() == GemmBackend::kOwn) return Path::kOwn;
   TESSERA_CHECK(gemm_backend() == GemmBackend::kAuto || cublaslt_problem().empty(),
                 "matmul: the backend is cublaslt, but {}", cublaslt_problem());
-  if (cublaslt_supports(p)) return Path::kLibrary;
+  if (cublaslt_supports(p)) {
+    const GemmWay way = cublaslt_way(p);
+    if (way == GemmWay::kFused) return Path::kLibrary;
+    // Sums of rows are no longer asked for then: `matmul_fuses_row_sums`.
+    return way == GemmWay::kApart && p.activate ? Path::kLibraryThenActivation : Path::kOwn;
+  }
   if (p.activate && cublaslt_supports(without_activation(p))) return Path::kLibraryThenActivation;
   tell_not_taken(p);
   return Path::kOwn;

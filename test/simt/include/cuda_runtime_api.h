@@ -50,6 +50,11 @@ enum cudaDriverEntryPointQueryResult {
   cudaDriverEntryPointSymbolNotFound,
 };
 
+struct cudaDeviceProp {
+  char name[256];
+  int major, minor;
+};
+
 struct CUevent_st;
 typedef CUevent_st* cudaEvent_t;
 
@@ -71,6 +76,7 @@ cudaError_t cudaGetDeviceCount(int* num_devices);
 cudaError_t cudaSetDevice(int device);
 cudaError_t cudaGetDevice(int* device);
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device);
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device);
 cudaError_t cudaDeviceGetPCIBusId(char* id, int length, int device);
 cudaError_t cudaDeviceGetStreamPriorityRange(int* lowest, int* highest);
 cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function, unsigned version,
