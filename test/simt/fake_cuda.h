@@ -97,6 +97,16 @@ void set_cublaslt_version(size_t version);
 /// Which algorithm computed each product since the last call, by its place in the list.
 std::vector<int> take_gemm_algorithms();
 
+// ----- of the fake cuDNN
+
+struct CudnnOptions {
+  size_t version = 91900;  ///< as cudnnGetVersion() has it; old ones have their faults
+  int num_configs = 2;     ///< that the heuristics offer for a graph; 0: no kernel
+  int num_refused = 1;     ///< of them, the first ones, when a plan is made
+  double ms = 1;           ///< planted time of a graph
+};
+void set_cudnn(const CudnnOptions& options);
+
 // ----- of the fake NCCL
 
 /// Buffers that calls of NCCL read or wrote: inside of memory that was registered with the

@@ -12,27 +12,40 @@ struct Library {
   std::string problem;
 };
 
+#if defined(TESSERA_SIMT)
+#define TESSERA_CUDNN_LOAD(field, name) api.field = &name
+#else
 template <class F>
 void load(Library& library, void* handle, F& function, const char* name) {
   function = reinterpret_cast<F>(dlsym(handle, name));
   if (function == nullptr) library.problem = std::string("cuDNN lacks ") + name;
 }
+#define TESSERA_CUDNN_LOAD(field, name) load(library, handle, api.field, #name)
+#endif
 
 Library open_library() {
   Library library;
-  void* handle = tessera::cuda::open_library("libcudnn.so.9", "TESSERA_CUDNN", &library.problem);
+  constexpr const char* kVariable = "TESSERA_CUDNN";
+#if defined(TESSERA_SIMT)
+  // The fake is part of the program; a file that is named is opened as ever.
+  const char* file = std::getenv(kVariable);
+  void* handle =
+      file == nullptr ? &library : tessera::cuda::open_library(file, kVariable, &library.problem);
+#else
+  void* handle = tessera::cuda::open_library("libcudnn.so.9", kVariable, &library.problem);
+#endif
   if (handle == nullptr) return library;
   Api& api = library.api;
-  load(library, handle, api.create, "cudnnCreate");
-  load(library, handle, api.set_stream, "cudnnSetStream");
-  load(library, handle, api.version, "cudnnGetVersion");
-  load(library, handle, api.last_error, "cudnnGetLastErrorString");
-  load(library, handle, api.create_descriptor, "cudnnBackendCreateDescriptor");
-  load(library, handle, api.destroy_descriptor, "cudnnBackendDestroyDescriptor");
-  load(library, handle, api.set_attribute, "cudnnBackendSetAttribute");
-  load(library, handle, api.get_attribute, "cudnnBackendGetAttribute");
-  load(library, handle, api.finalize, "cudnnBackendFinalize");
-  load(library, handle, api.execute, "cudnnBackendExecute");
+  TESSERA_CUDNN_LOAD(create, cudnnCreate);
+  TESSERA_CUDNN_LOAD(set_stream, cudnnSetStream);
+  TESSERA_CUDNN_LOAD(version, cudnnGetVersion);
+  TESSERA_CUDNN_LOAD(last_error, cudnnGetLastErrorString);
+  TESSERA_CUDNN_LOAD(create_descriptor, cudnnBackendCreateDescriptor);
+  TESSERA_CUDNN_LOAD(destroy_descriptor, cudnnBackendDestroyDescriptor);
+  TESSERA_CUDNN_LOAD(set_attribute, cudnnBackendSetAttribute);
+  TESSERA_CUDNN_LOAD(get_attribute, cudnnBackendGetAttribute);
+  TESSERA_CUDNN_LOAD(finalize, cudnnBackendFinalize);
+  TESSERA_CUDNN_LOAD(execute, cudnnBackendExecute);
   constexpr size_t kOldest = 90600;  // which clears the sums of dQ itself
   if (library.problem.empty() && api.version() < kOldest)
     library.problem = fmt::format("cuDNN is {}, attention needs {}", api.version(), kOldest);
