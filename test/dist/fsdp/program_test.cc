@@ -429,6 +429,15 @@ TEST_CASE("fsdp program: evaluations without end take bounded memory and keep th
   bounded.clear();
   CHECK(bounded.num_forgotten() == 0);
   CHECK(bounded.actions().empty());
+  // From there on it is a new one.
+  dist::Program fresh(letters(3), 4);
+  for (int i = 0; i < 11; ++i) {
+    for (dist::Program* program : {&bounded, &fresh}) {
+      program->add({ActionKind::kGather, Phase::kNone, i % 3, 64 + i});
+    }
+    CHECK(bounded.actions() == fresh.actions());
+    CHECK(bounded.num_forgotten() == (i < 8 ? 0 : 4));
+  }
 }
 
 TEST_CASE("fsdp program: which action can follow on which state", "[fsdp]") {
