@@ -384,6 +384,14 @@ TEST_CASE("fsdp counts: slots are as the formula says and constant in depth", "[
                          memory.summary));
         CHECK(bytes_of(memory.after_last, MemoryClass::kGathered) == expected);
         CHECK(bytes_of(memory.after_first, MemoryClass::kGathered) == expected);
+        if (strategy == Strategy::kFullShard) {  // and each ring is named
+          for (const auto& [count, nbytes] : {std::pair(int64_t{prefetch} + 1, block),
+                                              {int64_t{2}, block},
+                                              {int64_t{1}, other}}) {
+            CHECK(memory.summary.find(fmt::format("{} x {}", count, format_nbytes(nbytes))) !=
+                  std::string::npos);
+          }
+        }
         // Nothing more is taken from the device after step 1.
         CHECK(memory.after_last.num_backend_allocations ==
               memory.after_first.num_backend_allocations);

@@ -460,6 +460,9 @@ TEST_CASE("scaler: options out of range are named", "[fsdp]") {
                     Catch::Contains("LossScaleOptions::init: 0, expected more than 0"));
   CHECK_THROWS_WITH(dist::LossScaler(scale_from(8, 0)),
                     Catch::Contains("LossScaleRule::interval: 0, expected at least 1"));
+  dist::LossScaler each_step(scale_from(8, 1));  // the smallest interval
+  each_step.update(full({}, 0, kU8));
+  CHECK(each_step.scale().item() == 16);
   LossScaleOptions options;
   options.rule.backoff = 1;
   CHECK_THROWS_AS(dist::LossScaler(options), ConfigError);
