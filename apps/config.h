@@ -42,6 +42,7 @@ enum class Quantize : unsigned char {
 constexpr auto enum_names(Quantize) {
   return std::to_array<EnumName<Quantize>>({{Quantize::kNone, "none"}, {Quantize::kNf4, "nf4"}});
 }
+/// Section model: what is trained. The sizes are settings of the selected family.
 struct ModelConfig {
   std::string from;         ///< a model of transformers; the other keys are then its
   std::string source;       ///< where that was; goes into checkpoints
@@ -72,6 +73,7 @@ constexpr auto enum_names(DocumentMarks) {
       {{DocumentMarks::kAuto, "auto"}, {DocumentMarks::kNone, "none"}});
 }
 
+/// Section lora: low-rank adapters beside a frozen model.
 struct LoraConfig {
   nn::LoraOptions options;  ///< without targets: no adapters
   std::string from;         ///< adapters to begin with; the other keys are then theirs
@@ -79,6 +81,7 @@ struct LoraConfig {
   bool is_on() const { return !options.targets.empty(); }
 };
 
+/// Where the data for validation is taken from.
 enum class ValSplit : unsigned char {
   kTail,        ///< the end of the data
   kInterleave,  ///< the end of each of many pieces of it
@@ -87,6 +90,8 @@ constexpr auto enum_names(ValSplit) {
   return std::to_array<EnumName<ValSplit>>(
       {{ValSplit::kTail, "tail"}, {ValSplit::kInterleave, "interleave"}});
 }
+/// Section data: files, tokenizer, and what of them is learned. One of `text`, `tokens`, `sources`,
+/// `chat`, `preference` and `classify` is given.
 struct DataConfig {
   std::string text, tokens, sources, chat, preference, classify, val_tokens, tokenizer = "byte",
                                                                              field = "text";
@@ -103,6 +108,8 @@ struct DataConfig {
   int64_t mask_token = -1, read_ahead = 0;
   double mask_probability = 0.15;
 };
+/// Section train: budget, batch, seed and intervals. Samples count windows of `ModelConfig::context`
+/// tokens; 0 in an interval is never.
 struct TrainConfig {
   int64_t steps = 1000, micro_batch = 8, grad_accum_steps = 1, global_batch = 0, seed = 1;
   int64_t tokens = 0, global_batch_tokens = 0;  ///< 0: not given so (budget.h)
@@ -111,6 +118,8 @@ struct TrainConfig {
   double max_minutes = 0, z_loss = 0, label_smoothing = 0;
   bool pin_threads = true;
 };
+/// The loss of a pair of answers: DPO's (Rafailov et al. 2023, arXiv:2305.18290), or IPO's (Azar et al.
+/// 2023, arXiv:2310.12036).
 enum class PreferenceLoss : unsigned char { kSigmoid, kIpo };
 constexpr auto enum_names(PreferenceLoss) {
   return std::to_array<EnumName<PreferenceLoss>>(
@@ -129,12 +138,14 @@ struct EvalConfig {
   std::string fewshot_file, tokenizer;
   bool is_on() const { return !tasks.empty(); }
 };
+/// Section sample: a text to be continued after training; without tokens none.
 struct SampleConfig {
   SampleConfig() { options.num_tokens = 0, options.sampling.temperature = 0.8; }
   nn::GenerateOptions options;
   std::string prompt = "\n";
 };
 
+/// The optimizers of optim/, as `optim.name` has them.
 enum class OptimizerName : unsigned char { kAdamW, kAdamW8bit, kAdafactor, kLion, kMuon, kSgd };
 constexpr auto enum_names(OptimizerName) {
   return std::to_array<EnumName<OptimizerName>>({{OptimizerName::kAdamW, "adamw"},
@@ -151,6 +162,7 @@ constexpr auto enum_names(MuonBlocks) {
                                               {MuonBlocks::kProjections, "projections"},
                                               {MuonBlocks::kHeads, "heads"}});
 }
+/// Section optim: optimizer, schedule, clipping (`clip` in the `clip_p`-norm of all gradients; 0: none).
 struct OptimConfig {
   OptimizerName name = OptimizerName::kAdamW;
   /// Betas: of lion as well, and of the AdamW beside muon; the decay: of all.
@@ -164,6 +176,7 @@ struct OptimConfig {
   double clip = 1.0, clip_p = 2, warmup_ratio = 0;
 };
 
+/// Wrap policies of dist/fsdp/wrap.h by name.
 enum class Wrap : unsigned char {
   kTransformerBlock,
   kEveryNBlocks,
@@ -178,6 +191,7 @@ constexpr auto enum_names(Wrap) {
                                         {Wrap::kClass, "class"},
                                         {Wrap::kWholeModel, "whole_model"}});
 }
+/// Section fsdp, and of precision what `dist::PrecisionOptions` has.
 struct FsdpConfig {
   FsdpConfig() { options.precision.reduce_dtype = kF32; }
   dist::FsdpOptions options;  ///< without `wrap`, `ignored` and the dtype of parameters
@@ -196,19 +210,23 @@ struct PrecisionConfig {
 /// `loss_scale`, or dynamic for f16 and none else.
 dist::LossScaling loss_scaling(const PrecisionConfig& config);
 
+/// Section memory, beside the limits of the Context: steps after which cached memory goes back; 0: never.
 struct MemoryConfig {
   int64_t empty_cache_every = 0;
 };
+/// Section output: where a run writes. `peak_tflops` is that of one device, TFLOP/s, for MFU; 0: unknown.
 struct OutputConfig {
   std::string dir = "out/run";
   bool overwrite = false, tensorboard = false, unit_norms = false;
   double peak_tflops = 0;
 };
 
+/// What becomes of a run whose checkpoint cannot be written.
 enum class OnError : unsigned char { kWarn, kStop };
 constexpr auto enum_names(OnError) {
   return std::to_array<EnumName<OnError>>({{OnError::kWarn, "warn"}, {OnError::kStop, "stop"}});
 }
+/// Section checkpoint: when the state is saved, where, and what a start goes on from.
 struct CheckpointConfig {
   std::string dir, resume = "none";
   OnError on_error = OnError::kWarn;  ///< of a checkpoint that cannot be written
@@ -227,6 +245,7 @@ constexpr auto enum_names(SpikeAction) {
   return std::to_array<EnumName<SpikeAction>>(
       {{SpikeAction::kOff, "off"}, {SpikeAction::kSkip, "skip"}, {SpikeAction::kRewind, "rewind"}});
 }
+/// Section guard: when a run stops, skips a step or warns.
 struct GuardConfig {
   int64_t max_skips = 0, max_spikes = 3, spike_window = 50, snapshot_every = 10;
   int64_t first_steps = 50;
@@ -234,6 +253,7 @@ struct GuardConfig {
   double spike_z = 6;
   dist::StateGuardOptions state = {.replica_every = 100};
 };
+/// Section dist, beside the backends of the Context.
 struct DistConfig {
   double timeout = 600;  ///< seconds
   bool single_process = false;
@@ -243,13 +263,16 @@ enum class NanCheck : unsigned char { kOff, kOn };
 constexpr auto enum_names(NanCheck) {
   return std::to_array<EnumName<NanCheck>>({{NanCheck::kOff, "off"}, {NanCheck::kOn, "on"}});
 }
+/// Section profile: a timeline of some steps, and what took their time.
 struct ProfileConfig {
   std::string steps;  ///< "10..13"; empty: none
   std::string trace;  ///< a file; empty: trace.json of output.dir
 };
+/// Section kernels, beside the backends of the Context.
 struct KernelsConfig {
   std::string tuning_file;  ///< choices of timed GEMMs; empty: none are timed
 };
+/// Section debug: checks that cost time, and faults that are made on purpose. Steps count from 1; 0: none.
 struct DebugConfig {
   NanCheck nan = NanCheck::kOff;
   bool dist = false;
@@ -258,6 +281,7 @@ struct DebugConfig {
   int64_t slow_data_ms = 0, slow_link_us = 0;
 };
 
+/// All settings of a run, with their defaults. Parsed, checked and printed by the rows of config_table.h.
 struct Config {
   std::string device = "auto";
   ModelConfig model;

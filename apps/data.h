@@ -45,7 +45,7 @@ class TokenArray {
     return {reinterpret_cast<const char*>(data_ + begin * bytes_per_token_),
             static_cast<size_t>((end - begin) * bytes_per_token_)};
   }
-  TokenArray slice(int64_t begin, int64_t num_tokens) const;
+  TokenArray slice(int64_t begin, int64_t num_tokens) const;  ///< shares the memory
   /// After reading: MappedFile::check of the file that it is in, if any. InputError.
   void check() const;
 
@@ -63,6 +63,7 @@ class TokenArray {
 /// with counts, for another magic or version or a size that does not fit the header.
 TokenArray load_token_shard(const std::string& path);
 
+/// Tokens of one split, on the disk or in memory.
 struct Corpus {
   std::vector<TokenArray> shards;   ///< samples do not cross shards
   std::vector<TokenArray> targets;  ///< which of their tokens are predicted, where not all are
@@ -78,6 +79,7 @@ struct ChatSource;       // apps/chats.h
 struct PreferencePairs;  // apps/preferences.h
 struct LabelledTexts;    // apps/classification.h
 
+/// What the section data of a configuration names, opened and split.
 struct Data {
   Corpus train, val;              ///< val is empty for val_fraction = 0
   std::vector<TokenArray> files;  ///< whole, as they are on the disk; what is in memory is not
@@ -155,8 +157,10 @@ struct Batch {
   std::vector<int64_t> lengths;
   int64_t num_counted() const;  ///< what a loss is the mean of
 };
+/// A target that is none: it has no loss.
 inline constexpr int32_t kIgnoredTarget = -100;
 
+/// How samples are cut from tokens.
 struct SampleOptions {
   int64_t context = 1;
   int64_t vocab_size = 1;  ///< larger ids are errors

@@ -21,8 +21,10 @@
 
 namespace tessera::apps {
 
+/// Names and values of what a task measures.
 using Figures = std::vector<std::pair<std::string, double>>;
 
+/// What is known of a step: a line of metrics.jsonl. Times in milliseconds, memory in bytes.
 struct StepMetrics {
   int64_t step = 0;      ///< counted from 1
   double loss = 0;       ///< mean over the step's targets of all ranks
@@ -41,6 +43,7 @@ struct StepMetrics {
   /// How long compute waited for gathers and reduces in this step, milliseconds of this rank.
   std::optional<double> exposed_gather_ms, exposed_reduce_ms;
   std::optional<double> exposed;  ///< the share of step_ms that this is, over the same steps
+  /// How long compute has waited for a unit's collectives.
   struct ExposedUnit {
     std::string unit;
     double gather_ms = 0, reduce_ms = 0;
@@ -56,6 +59,7 @@ struct StepMetrics {
   /// Gradient norm of each unit before clipping, with `output.unit_norms`.
   std::vector<std::pair<std::string, double>> unit_norms;
   std::optional<double> val_loss;
+  /// Of preferences: beta (log p - log p of the reference), and how often the chosen answer has more.
   struct Rewards {
     double chosen = 0, rejected = 0;  ///< means over the step's pairs
     double accuracy = 0;              ///< share of pairs whose chosen answer has the larger one
@@ -70,9 +74,10 @@ struct StepMetrics {
 /// between steps (an evaluation) is left out by `restart` after it.
 class StepRate {
  public:
+  /// A moment of the clock that steps are measured by.
   using TimePoint = std::chrono::steady_clock::time_point;
 
-  void restart(TimePoint now);
+  void restart(TimePoint now);  ///< what came before does not count
   /// A step has ended, during which compute waited for `exposed_ms`.
   void add(TimePoint now, std::optional<double> exposed_ms);
   double step_ms() const;
@@ -109,6 +114,7 @@ bool prints_to_terminal();
 /// The log of one run. IoError if a file cannot be written.
 class MetricsLog {
  public:
+  /// Where it writes, and what of it is printed.
   struct Options {
     std::string dir;
     int64_t num_steps = 0;

@@ -67,6 +67,7 @@ class RunControl {
  public:
   RunControl(const TrainConfig& config, dist::World& world);
 
+  /// What all ranks do next.
   struct Decision {
     bool is_preempted = false;
     bool is_out_of_time = false;
@@ -94,6 +95,7 @@ class SlowRank {
   /// Milliseconds that each rank has waited in a step, and what the step took.
   void add(const std::vector<double>& waited_ms, double step_ms);
 
+  /// A rank that the others wait for.
   struct Finding {
     int rank = 0;
     double behind_ms = 0;        ///< how much longer the others waited in a step, on average
@@ -133,8 +135,8 @@ class SpikeGuard {
   bool rewinds() const { return config_.spike == SpikeAction::kRewind; }
   /// Standard deviations above the mean; nothing until the window is full.
   std::optional<double> score(double loss) const;
-  bool is_spike(double loss) const;
-  void add(double loss);
+  bool is_spike(double loss) const;  ///< beyond `spike_z` of the last losses
+  void add(double loss);             ///< of a step that was applied
 
  private:
   GuardConfig config_;

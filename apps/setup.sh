@@ -31,10 +31,11 @@ required=(
   "libopenmpi-dev|command -v mpicxx"
   "openmpi-bin|command -v mpirun"
 )
-# What a step can do without: the sample text, and the formatting test.
+# What a step can do without: the sample text, and the tests of formatting and of the API reference.
 optional=(
   "bible-kjv|command -v bible || test -x /usr/games/bible"
   "clang-format-14|command -v clang-format-14"
+  "doxygen|command -v doxygen"
 )
 
 find_missing() {  # prints the package of each "package|check" whose check fails

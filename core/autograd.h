@@ -44,6 +44,7 @@ class GradSink {
   /// The place was written by a task submitted to the current stream.
   virtual void written(const Tensor& leaf) = 0;
 };
+/// Null: none. Error if the tensor is the result of an op.
 void set_grad_sink(const Tensor& leaf, std::shared_ptr<GradSink> sink);
 
 /// The gradient memory of a leaf outside of its op's backward function, for ops that compute a
@@ -61,6 +62,7 @@ class Grads {
   /// kernel that writes it is submitted; until then repeated calls return the same. The shape is
   /// the input's. Two inputs that are one tensor get memory of their own each.
   GradDst destination(int i);
+  /// What `destination(i)` gave has been submitted to be written.
   void written(int i);
   /// Hands over a whole gradient of input i, of its shape and dtype (a leaf's may have another
   /// dtype); `grad` may be dy itself. Ignored if not wanted. For ops that cannot write into a
@@ -85,6 +87,7 @@ class Grads {
   std::vector<std::pair<int, Tensor>> deferred_;  // delivered once no claim is open
 };
 
+/// The backward function of an op with one output: dy to gradients of inputs.
 using BackwardFn = std::function<void(const Tensor& dy, Grads& g)>;
 /// For ops with several outputs; dys[i] is undefined if no gradient came to output i.
 using MultiBackwardFn = std::function<void(std::span<const Tensor> dys, Grads& g)>;
@@ -102,6 +105,7 @@ class Saved {
   Tensor tensor_;
   uint32_t version_;
 };
+/// What a backward function captures of a tensor: its values, and not its history.
 inline Saved save(const Tensor& tensor) {
   return Saved(tensor.is_defined() ? tensor.detach() : tensor);
 }
@@ -128,6 +132,7 @@ Tensor record_always(const char* name, std::initializer_list<Tensor> inputs, Ten
 std::vector<Tensor> record_multi_always(const char* name, std::vector<Tensor> inputs,
                                         std::vector<Tensor> outputs, MultiBackwardFn backward);
 
+/// Options of `backward`.
 struct BackwardOptions {
   bool retain_graph = false;  ///< keep the captures, so that the graph can be walked again
 };
@@ -148,6 +153,7 @@ bool is_in_backward();
 /// The name of the op whose backward runs now, else "".
 const char* current_backward_op();
 
+/// Whether operations of this thread are recorded.
 bool grad_mode();
 /// Sets grad mode of this thread for a scope.
 class GradMode {
@@ -160,6 +166,7 @@ class GradMode {
  private:
   bool previous_;
 };
+/// Nothing is recorded in its scope.
 struct NoGrad : GradMode {
   NoGrad() : GradMode(false) {}
 };

@@ -17,13 +17,13 @@ namespace tessera {
 /// Element types. Floating: f32, bf16, f16, f64 (f64 is for gradient checks on the CPU).
 enum class DType : unsigned char { kF32, kBF16, kF16, kF64, kI32, kI64, kU8 };
 
-inline constexpr DType kF32 = DType::kF32;
-inline constexpr DType kBF16 = DType::kBF16;
-inline constexpr DType kF16 = DType::kF16;
-inline constexpr DType kF64 = DType::kF64;
-inline constexpr DType kI32 = DType::kI32;
-inline constexpr DType kI64 = DType::kI64;
-inline constexpr DType kU8 = DType::kU8;
+inline constexpr DType kF32 = DType::kF32;    ///< IEEE 754 binary32
+inline constexpr DType kBF16 = DType::kBF16;  ///< the upper half of an f32
+inline constexpr DType kF16 = DType::kF16;    ///< IEEE 754 binary16
+inline constexpr DType kF64 = DType::kF64;    ///< IEEE 754 binary64
+inline constexpr DType kI32 = DType::kI32;    ///< signed
+inline constexpr DType kI64 = DType::kI64;    ///< signed
+inline constexpr DType kU8 = DType::kU8;      ///< unsigned
 
 /// Bytes of one element.
 constexpr size_t size_of(DType dtype) {
@@ -43,6 +43,7 @@ constexpr size_t size_of(DType dtype) {
   return 0;
 }
 
+/// f32, bf16, f16 and f64.
 constexpr bool is_floating(DType dtype) {
   return dtype == kF32 || dtype == kBF16 || dtype == kF16 || dtype == kF64;
 }
@@ -74,10 +75,13 @@ struct Float16 {
   explicit Float16(float value) : bits(encode(value)) {}
   operator float() const { return decode(bits); }
 
+  /// The nearest value, ties to even.
   static uint16_t encode(float value);
+  /// Exact.
   static float decode(uint16_t bits);
-  // The same without F16C instructions.
+  /// The same without F16C instructions.
   static uint16_t encode_portable(float value);
+  /// The same without F16C instructions.
   static float decode_portable(uint16_t bits);
 };
 
@@ -123,6 +127,7 @@ inline float Float16::decode_portable(uint16_t bits) {
   return std::bit_cast<float>(std::bit_cast<uint32_t>(scaled) | sign);
 }
 
+/// A type as a value, for functions of a dtype.
 template <class T>
 struct TypeTag {
   using type = T;

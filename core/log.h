@@ -20,14 +20,17 @@ void set_log_rank(int rank);
 /// would land in it. Every program that links this library does so before `main`.
 void open_standard_descriptors();
 
+/// A line with the rank, formatted as by fmt.
 template <class... Args>
 void log_info(fmt::format_string<Args...> format, Args&&... args) {
   log_line("info", fmt::format(format, std::forward<Args>(args)...));
 }
+/// The same after "warning: ".
 template <class... Args>
 void log_warning(fmt::format_string<Args...> format, Args&&... args) {
   log_line("warning", fmt::format(format, std::forward<Args>(args)...));
 }
+/// The same after "error: ".
 template <class... Args>
 void log_error(fmt::format_string<Args...> format, Args&&... args) {
   log_line("error", fmt::format(format, std::forward<Args>(args)...));

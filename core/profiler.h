@@ -39,6 +39,7 @@ std::vector<TraceEvent> events();
 
 /// What tasks are submitted for. Texts live for ever.
 struct TaskLabel {
+  /// What a wait is for: nothing, a unit's gather, or its reduce.
   enum class Wait : uint8_t { kNone, kGather, kReduce };
   int64_t step = -1;        ///< of a training, counted from 1; -1: none
   const char* phase = "";   ///< "forward", "backward", "optimizer", ...
@@ -68,6 +69,7 @@ struct SpanSink {
   void (*push)(const char* name) = nullptr;
   void (*pop)() = nullptr;
 };
+/// One for the process; null members: none.
 void set_span_sink(const SpanSink& sink);
 /// Somebody wants spans: the timeline or a sink.
 bool wants_spans();
@@ -101,11 +103,13 @@ class HostSpan {
 
 /// Bytes of a thread's rank at one time, by class: a counter of the timeline.
 inline constexpr int kNumCounters = 6;
+/// The counters of one rank at one time.
 struct TraceCounter {
   int owner;  ///< of `thread_owner`
   int64_t at_ns;
   std::array<int64_t, kNumCounters> values;
 };
+/// A point of the timeline's counters.
 void add_counter(const TraceCounter& counter);
 /// Several ranks may share a process, a thread each: which of them made a stream or a counter.
 int thread_owner();
@@ -139,6 +143,7 @@ std::string chrome_events(const TraceProcess& process);
 /// A file of those of one process. IoError if it cannot be written.
 void write_chrome_trace(const std::string& path, const TraceProcess& process = {});
 
+/// Nanoseconds of a steady clock.
 inline int64_t now_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(
              std::chrono::steady_clock::now().time_since_epoch())

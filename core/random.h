@@ -13,6 +13,7 @@
 
 namespace tessera {
 
+/// The key of a stream of random numbers.
 struct PhiloxKey {
   uint32_t k0 = 0, k1 = 0;
 };
@@ -28,6 +29,7 @@ constexpr std::array<uint32_t, 4> philox(PhiloxKey key, std::array<uint32_t, 4> 
   }
   return c;
 }
+/// The same with a counter of two halves.
 constexpr std::array<uint32_t, 4> philox(PhiloxKey key, uint64_t high, uint64_t low) {
   return philox(key, {static_cast<uint32_t>(low), static_cast<uint32_t>(low >> 32),
                       static_cast<uint32_t>(high), static_cast<uint32_t>(high >> 32)});
@@ -50,6 +52,7 @@ struct RandomState {
   uint64_t op_index = 0;      ///< counts the random ops of a forward; reset with each micro-batch
   int64_t sample_offset = 0;  ///< global index in the step of this micro-batch's first sample
 };
+/// That of this thread.
 RandomState& random_state();
 
 }  // namespace tessera

@@ -46,7 +46,7 @@ class Shape {
   }
   const int64_t* begin() const { return dims_.data(); }
   const int64_t* end() const { return dims_.data() + num_dims_; }
-  void push_back(int64_t dim);
+  void push_back(int64_t dim);  ///< one more, the last
   /// Same dimensions with dimension i (may be negative) replaced.
   Shape with(int i, int64_t dim) const {
     Shape s = *this;
@@ -65,6 +65,7 @@ class Shape {
   std::array<int64_t, kMaxDims> dims_{};
 };
 
+/// Elements from one index of a dimension to the next.
 using Strides = Shape;
 
 /// Row-major strides in elements.

@@ -34,6 +34,7 @@ class Storage {
 
   /// Own bytes (uninitialized) that belong to the current stream, from the current Context.
   void materialize(MemoryClass memory_class = MemoryScope::current());
+  /// The same from another allocator, for tasks of `stream`.
   void materialize(const std::shared_ptr<Allocator>& allocator, const Stream& stream,
                    MemoryClass memory_class);
   /// Own bytes from `backend`, see `Allocator::allocate_segment`.

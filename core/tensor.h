@@ -27,6 +27,7 @@ class Tensor {
   const Shape& shape() const;
   const Strides& strides() const;  ///< in elements
   int num_dims() const { return shape().num_dims(); }
+  /// Size of dimension i, from the end if it is negative.
   int64_t dim(int i) const { return shape().dim(i); }
   int64_t numel() const { return shape().numel(); }
   int64_t nbytes() const { return numel() * static_cast<int64_t>(size_of(dtype())); }
@@ -53,7 +54,9 @@ class Tensor {
 
   // Views share elements and take part in autograd (their gradients add into the base's).
   Tensor view(const Shape& shape) const;  ///< same numel, contiguous; one dim may be -1
+  /// With dimensions a and b exchanged; a view.
   Tensor transpose(int a, int b) const;
+  /// [start, start + length) of a dimension; a view.
   Tensor narrow(int dim, int64_t start, int64_t length) const;
   Tensor select(int dim, int64_t index) const;  ///< narrow to one and drop the dimension
   /// Itself if contiguous, else a copy.
@@ -66,6 +69,7 @@ class Tensor {
   Tensor clone() const;
 
   // In place, on the current stream; they bump the version (see autograd.h).
+  /// Every element becomes `value`, rounded to the dtype.
   Tensor& fill_(double value);
   Tensor& copy_(const Tensor& source);  ///< same shape; converts dtype
   Tensor& add_(const Tensor& other);    ///< same shape; adds in f32 (f64 for f64)
@@ -76,6 +80,7 @@ class Tensor {
   bool is_leaf() const;
   /// The gradient of a leaf, undefined before the first backward.
   Tensor grad() const;
+  /// Of a leaf: what the next backward adds to.
   void set_grad(const Tensor& grad);
   void zero_grad();
   /// Runs backward from this scalar. See `backward` in autograd.h.
@@ -95,6 +100,7 @@ class Tensor {
   std::shared_ptr<TensorImpl> impl_;
 };
 
+/// What the values of a Tensor share.
 struct TensorImpl {
   std::shared_ptr<Storage> storage;
   int64_t offset = 0;  // elements
@@ -112,7 +118,9 @@ struct TensorImpl {
 };
 
 // Creation, on the device of the current Context. Memory is uninitialized unless said.
+/// Uninitialized.
 Tensor empty(const Shape& shape, DType dtype = kF32);
+/// Of its shape and dtype; uninitialized.
 Tensor empty_like(const Tensor& like);
 /// A tensor whose storage has no bytes yet (deferred initialization, sharded parameters).
 Tensor empty_unmaterialized(const Shape& shape, DType dtype = kF32);

@@ -4,6 +4,7 @@
 
 namespace tessera::kernels {
 
+/// Whether a kernel of one flat loop can read it.
 inline bool is_contiguous_float(const Tensor& t) {
   return t.is_contiguous() && is_floating(t.dtype());
 }

@@ -30,6 +30,7 @@ struct AttentionInput {
   std::span<const int32_t> row_lengths = {};
 };
 
+/// Sizes and kind of an attention module.
 struct AttentionConfig {
   int64_t width = 0;
   int64_t num_heads = 0;

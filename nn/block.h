@@ -24,6 +24,7 @@ enum class Recompute : unsigned char {
   kBlock,  ///< all of it but its input
 };
 
+/// What of a block runs again in backward.
 struct BlockRecompute {
   Recompute what = Recompute::kNothing;
   /// kBlock: where the block's input is until backward; null: on the device.
@@ -37,9 +38,11 @@ struct BlockRecompute {
 class Block : public Module {
  public:
   Tensor forward(const Tensor& x_BTC, const AttentionInput& input = {});
+  /// Before the first forward.
   virtual void set_recompute(const BlockRecompute& recompute) { recompute_ = recompute; }
 
  protected:
+  /// The block itself: [B, T, C] -> [B, T, C].
   virtual Tensor body(const Tensor& x_BTC, const AttentionInput& input) = 0;
   /// The same bits, without keeping outputs of norms and activations.
   virtual Tensor selective_body(const Tensor& x_BTC, const AttentionInput& input) = 0;

@@ -20,6 +20,7 @@ struct SamplingOptions {
   uint64_t seed = 0;
 };
 
+/// How texts are continued.
 struct GenerateOptions {
   int64_t num_tokens = 100;  ///< at most this many after a prompt
   SamplingOptions sampling;

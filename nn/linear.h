@@ -6,6 +6,7 @@
 
 namespace tessera::nn {
 
+/// Options of a Linear.
 struct LinearOptions {
   bool bias = true;
   /// Of the weight; the bias is then zero. Default: both uniform in +-1 / sqrt(num_inputs).

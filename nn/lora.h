@@ -18,6 +18,7 @@ namespace tessera::nn {
 
 class Linear;
 
+/// Which layers get adapters, and of what kind.
 struct LoraOptions {
   /// Linear layers, separated by commas: a name, or the end of one behind a dot ("q_proj",
   /// "mlp.down"), or a pattern (core/glob.h) of whole names. Of a model of a family (family.h) both
@@ -89,6 +90,7 @@ struct LoraLayer {
   Linear* linear;
   std::vector<LoraPart> parts;  ///< in order of their rows
 };
+/// All linear layers below `root`, with adapters or without.
 std::vector<LoraLayer> lora_layers(Module& root);
 
 /// Whether a parameter is that of an adapter.

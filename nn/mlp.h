@@ -4,6 +4,7 @@
 
 namespace tessera::nn {
 
+/// Sizes of an MLP.
 struct MlpConfig {
   int64_t width = 0;
   int64_t ffn_width = 0;
@@ -30,6 +31,7 @@ class MlpBase : public Module {
   MlpBase() = default;
   /// [..., C] -> what the activation reads.
   virtual Tensor widen(const Tensor& x) = 0;
+  /// The activation of what the first projection gives.
   virtual Tensor activate(const Tensor& wide) const = 0;
   /// activate(widen(x)).
   virtual Tensor widen_and_activate(const Tensor& x) { return activate(widen(x)); }

@@ -40,6 +40,7 @@ class Module;
 
 /// How a parameter starts. Random values depend only on (seed, full name, element).
 struct Init {
+  /// Constants and distributions.
   enum class Kind { kZeros, kOnes, kNormal, kUniform };
   Kind kind = Kind::kZeros;
   double a = 0;  ///< kNormal: mean; kUniform: low
@@ -47,7 +48,9 @@ struct Init {
 
   static Init zeros() { return {Kind::kZeros, 0, 0}; }
   static Init ones() { return {Kind::kOnes, 0, 0}; }
+  /// The normal distribution.
   static Init normal(double mean, double stddev) { return {Kind::kNormal, mean, stddev}; }
+  /// Uniform in [low, high).
   static Init uniform(double low, double high) { return {Kind::kUniform, low, high}; }
 };
 
@@ -72,6 +75,7 @@ struct Parameter {
   bool has_values() const;
 };
 
+/// A parameter, where it hangs and whose it is.
 struct NamedParameter {
   std::string name;  ///< full path: "blocks.0.attn.qkv.weight"
   Parameter* parameter;
@@ -85,17 +89,20 @@ struct Buffer {
   bool persistent = true;
 };
 
+/// The same of a buffer.
 struct NamedBuffer {
   std::string name;
   Buffer* buffer;
   Module* owner;
 };
 
+/// The same of a module.
 struct NamedModule {
   std::string name;  ///< full path; empty for the root
   Module* module;
 };
 
+/// What is special about a parameter.
 struct ParameterOptions {
   std::optional<DType> dtype = {};  ///< default: ParameterDtype::current()
   std::optional<bool> decay = {};   ///< default: two or more dimensions and not of a norm
@@ -131,7 +138,9 @@ class ParameterDtype {
 class ModuleHook {
  public:
   virtual ~ModuleHook() = default;
+  /// Before the forward: may replace its inputs.
   virtual void pre_forward(Module& module, std::span<Tensor*> inputs) = 0;
+  /// After the forward: may replace its outputs.
   virtual void post_forward(Module& module, std::span<Tensor*> outputs) = 0;
   /// The forward, or `post_forward`, threw.
   virtual void on_forward_error(Module& module) noexcept = 0;
@@ -157,6 +166,7 @@ class Module {
   std::vector<NamedBuffer> named_buffers();
   /// This module under "" and all below it, parents before children.
   std::vector<NamedModule> named_modules();
+  /// Calls `f` with each child, in the order of registration.
   void for_each_child(const std::function<void(const std::string& name, Module& child)>& f);
   /// The parameter of that full name (also a tied one's second). Error that names it if missing.
   Parameter& parameter(std::string_view full_name);
@@ -173,6 +183,7 @@ class Module {
   /// then `Fsdp::initialize` does it.
   void initialize(uint64_t seed);
 
+  /// Whom calls of this module tell; null: nobody.
   void set_hook(std::shared_ptr<ModuleHook> hook) { hook_ = std::move(hook); }
   ModuleHook* hook() const { return hook_.get(); }
   const std::shared_ptr<ModuleHook>& shared_hook() const { return hook_; }
@@ -183,6 +194,7 @@ class Module {
                              const ParameterOptions& options = {});
   /// Registers `parameter_name` of `owner` here as well: one Parameter, two names.
   Tensor& tie(std::string name, Module& owner, std::string_view parameter_name);
+  /// A tensor that moves and is saved (if `persistent`) with the module, and is not trained.
   Tensor& register_buffer(std::string name, const Tensor& tensor, bool persistent);
   /// Memory for a parameter or a buffer; without bytes under DeferredInit.
   static Tensor new_tensor(const Shape& shape, DType dtype);
@@ -328,6 +340,7 @@ class ChildList {
  public:
   ChildList(Module* parent, const std::string& name) : list_(parent, name) {}
 
+  /// Makes the next child of these arguments.
   template <class... Args>
   M& emplace_back(Args&&... args) {
     children_.emplace_back(list_.get(), std::to_string(children_.size()),

@@ -43,6 +43,7 @@ struct KvCache {
   void append(int64_t num_positions);
 };
 
+/// What a forward is given beside tokens.
 struct ForwardOptions {
   /// i32 [T] or [B, T]; undefined: 0 .. T-1, after the cache's positions if there is one.
   Tensor positions;
@@ -62,6 +63,7 @@ struct ForwardOptions {
 /// Which blocks run again in backward instead of keeping their activations. A region is the inside
 /// of one block, so a unit that holds the block is gathered for it exactly once more.
 struct RecomputePolicy {
+  /// None, all of each block, of every n-th block, or of each block what is cheap to have again.
   enum class Kind { kNone, kFull, kEveryN, kSelective };
   friend constexpr auto enum_names(Kind) {
     return std::to_array<EnumName<Kind>>({{Kind::kNone, "none"},
@@ -80,6 +82,7 @@ struct RecomputePolicy {
   bool applies_to(int64_t layer) const {
     return kind == Kind::kFull || (kind == Kind::kEveryN && layer % every == 0);
   }
+  /// What of block `layer` runs again.
   Recompute of(int64_t layer) const {
     if (kind == Kind::kSelective) return Recompute::kCheap;
     return applies_to(layer) ? Recompute::kBlock : Recompute::kNothing;

@@ -4,6 +4,7 @@
 
 namespace tessera::optim {
 
+/// Options of `Adafactor`.
 struct AdafactorOptions {
   double lr = 1e-2;  ///< of `step()`; a schedule passes its own
   double beta2_decay = -0.8;

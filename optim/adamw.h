@@ -4,6 +4,7 @@
 
 namespace tessera::optim {
 
+/// Options of `AdamW`.
 struct AdamWOptions {
   double lr = 1e-3;  ///< of `step()`; a schedule passes its own
   double beta1 = 0.9;

@@ -4,6 +4,7 @@
 
 namespace tessera::optim {
 
+/// Options of `Lion`.
 struct LionOptions {
   double lr = 1e-4;  ///< of `step()`; a schedule passes its own
   double beta1 = 0.9;

@@ -16,6 +16,7 @@ constexpr auto enum_names(MuonScale) {
       {{MuonScale::kOriginal, "original"}, {MuonScale::kMatchRmsAdamW, "match_rms_adamw"}});
 }
 
+/// Options of `Muon`.
 struct MuonOptions {
   double lr = 1e-3;  ///< of `step()`; a schedule passes its own
   double momentum = 0.95;

@@ -90,6 +90,7 @@ class Optimizer {
   struct PartUse {
     bool states = true, master = true, grad = true;
   };
+  /// Updates a part with its states.
   using PartUpdate = std::function<void(const FlatUpdate&, std::span<const Tensor>)>;
   /// Calls `f` with shards [begin, end), or with windows that cover them, the scalars of the step in
   /// them, and their states.

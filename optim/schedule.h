@@ -6,6 +6,7 @@
 
 namespace tessera::optim {
 
+/// How the learning rate goes after the warm-up.
 enum class ScheduleKind : unsigned char {
   kConstant,
   kLinear,
@@ -48,6 +49,7 @@ struct ScheduleOptions {
 class Schedule {
  public:
   explicit Schedule(const ScheduleOptions& options);
+  /// The rate of a step, counted from 0.
   float lr(int64_t step) const;
   const ScheduleOptions& options() const { return options_; }
 

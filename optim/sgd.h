@@ -4,6 +4,7 @@
 
 namespace tessera::optim {
 
+/// Options of `Sgd`.
 struct SgdOptions {
   double lr = 1e-2;  ///< of `step()`; a schedule passes its own
   double momentum = 0;

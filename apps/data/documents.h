@@ -38,6 +38,7 @@ constexpr auto enum_names(FileFormat) {
                                               {FileFormat::kParquet, "parquet"}});
 }
 
+/// What of the files is a document's text.
 struct DocumentOptions {
   std::string field = "text";  ///< of a JSON line (top level); the column of parquet
   bool whole_rows = false;     ///< in place of the text of `field`: the row as a JSON object. A
@@ -59,6 +60,7 @@ struct DocumentPosition {
   auto operator<=>(const DocumentPosition&) const = default;
 };
 
+/// A text and where it stands.
 struct Document {
   std::string_view text;  ///< as long as `owner` is held, also by other threads
   DocumentPosition position;

@@ -35,6 +35,7 @@ struct Piece {
   auto operator<=>(const Piece&) const = default;
 };
 
+/// A source of documents, which are known by their lengths.
 struct PackSource {
   std::string name;
   int64_t num_documents = 0;
@@ -43,6 +44,7 @@ struct PackSource {
   double weight = 0;  ///< its share of positions, of all weights; all are > 0, or all 0: no weights
 };
 
+/// How documents are shuffled and packed into windows.
 struct PackOptions {
   int64_t context = 1;  ///< positions in a window
   uint64_t seed = 0;
@@ -66,6 +68,7 @@ class PackPlan {
   /// What window `index` of the run holds; their lengths add up to `context` at most.
   std::vector<Piece> window(int64_t index) const;
 
+  /// How much of a source has come.
   struct Progress {
     double passes = 0;  ///< epochs of the source, whole and part
     double share = 0;   ///< of the positions so far

@@ -17,6 +17,7 @@
 
 namespace tessera::text {
 
+/// A conversation in the shape that templates read, whatever shape its row had.
 struct Conversation {
   jinja::Value messages;  ///< a list of dicts: role, content and what else a message has
   jinja::Value tools = jinja::Value::none();  ///< a list of dicts, or none
@@ -58,11 +59,13 @@ Conversation question(std::string_view text);
 /// The conversation in a message: its roles and the beginnings of its texts.
 std::string describe(const Conversation& conversation);
 
+/// What a template makes of a conversation, and which of its bytes are to be learned.
 struct RenderedChat {
   std::string text;
   std::vector<jinja::Span> trained;  ///< bytes of `text`, in order, apart and not empty
 };
 
+/// A model's chat template: Jinja, as transformers runs it, in a sandbox with limits.
 class ChatTemplate {
  public:
   /// `variables` is a dict of what templates find besides the conversation: bos_token, eos_token ...
@@ -139,6 +142,7 @@ using EncodeWithOffsets = std::function<void(std::string_view text, std::vector<
 EncodeWithOffsets with_offsets(std::function<std::vector<int32_t>(std::string_view text)> encode,
                                std::function<std::string(int32_t id)> decode);
 
+/// A conversation as a model is trained on it.
 struct TokenizedChat {
   std::vector<int32_t> ids;
   std::vector<uint8_t> is_trained;  ///< 1 for an id that is to be predicted and learned

@@ -14,11 +14,13 @@
 
 namespace tessera::text {
 
+/// Options of `Tokenizer::encode`.
 struct EncodeOptions {
   /// What the post-processor puts around a text: [CLS] and [SEP], a token of the beginning.
   bool add_special_tokens = false;
 };
 
+/// Options of `Tokenizer::decode`.
 struct DecodeOptions {
   bool skip_special_tokens = false;
 };
@@ -43,6 +45,7 @@ class Tokenizer {
   ///          that is not UTF-8 (the byte tokenizer takes anything)
   virtual void encode(std::string_view text, std::vector<int32_t>& ids,
                       const EncodeOptions& options = {}) const = 0;
+  /// The ids of a text, with the same errors.
   std::vector<int32_t> encode(std::string_view text, const EncodeOptions& options = {}) const;
   /// Errors   InputError for an id that no token has
   virtual std::string decode(const std::vector<int32_t>& ids,
@@ -74,7 +77,7 @@ class Tokenizer {
 struct DocumentTokens {
   int32_t begin = -1, end = -1;
 };
-/// `end` is the token that usually ends a text (<|endoftext|>, </s> ...), which a conversation's end
+/// `end` is the token that usually ends a text (`<|endoftext|>`, `</s>` ...), which a conversation's end
 /// of a turn is not; else the eos_token of tokenizer_config.json. `begin` is what the post-processor
 /// puts before a text; `end` where it puts nothing there.
 DocumentTokens document_tokens(const Tokenizer& tokenizer);

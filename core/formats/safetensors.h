@@ -40,6 +40,7 @@ class StoredDType {
   size_t index_;  // in the table of names
 };
 
+/// A tensor in the header of a file.
 struct SafetensorsEntry {
   std::string name;
   StoredDType dtype = kF32;
@@ -104,6 +105,7 @@ class SafetensorsWriter final : public ParameterSink {
   SafetensorsWriter(const std::string& path, std::vector<SafetensorsEntry> entries,
                     const std::map<std::string, std::string>& metadata = {});
 
+  /// The bytes of the next tensor of the header, which has to be `name`, or of a part of it.
   void write(std::string_view name, const void* data, int64_t nbytes) {
     file_->write(name, data, nbytes);
   }

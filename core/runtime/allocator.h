@@ -20,7 +20,9 @@ enum class MemoryClass : unsigned char {
   kActivations,
   kOther
 };
+/// How many MemoryClass has.
 inline constexpr int kNumMemoryClasses = 6;
+/// As tables and metrics print it.
 const char* name_of(MemoryClass memory_class);
 
 /// Allocations of this thread count as `memory_class` for a scope (kActivations outside of any).
@@ -45,11 +47,15 @@ std::string format_nbytes(int64_t nbytes);
 class MemoryBackend {
  public:
   virtual ~MemoryBackend() = default;
-  virtual void* allocate(size_t nbytes) = 0;  // null when there is none; aligned to 512
+  /// Null when there is none; aligned to 512 bytes.
+  virtual void* allocate(size_t nbytes) = 0;
+  /// What `allocate` gave.
   virtual void free(void* data, size_t nbytes) noexcept = 0;
 };
+/// Memory of the host.
 std::unique_ptr<MemoryBackend> make_cpu_backend();
 
+/// What an allocator holds, in bytes.
 struct AllocatorStats {
   std::array<int64_t, kNumMemoryClasses> allocated_by_class{};  ///< live now, bytes
   std::array<int64_t, kNumMemoryClasses> peak_by_class{};  ///< at the moment of `peak_allocated`
@@ -75,6 +81,7 @@ struct OutOfMemory {
 /// With `poison`, new segments and freed bytes are filled with NaN (0xff) in stream order.
 class Allocator {
  public:
+  /// Options of an Allocator.
   struct Options {
     int64_t limit = 0;    ///< bytes the backend may be asked for in total; 0 = no limit
     bool poison = false;  ///< fill new and freed memory with 0xff in stream order
@@ -101,7 +108,9 @@ class Allocator {
   /// Hands the block back to its stream's pool at once; the caller has ordered other streams' uses
   /// before the owner's next task.
   void free(Block* block) noexcept;
+  /// Where its bytes begin.
   static void* data(const Block* block);
+  /// The stream whose tasks may use it.
   static const Stream& stream(const Block* block);
 
   /// Gives segments without live blocks back to the backend; waits for their streams first.
@@ -116,6 +125,7 @@ class Allocator {
   /// Called on the thread that ran out, which may be any. Null: only which class is the largest.
   /// FSDP sets it. Returns the one before.
   using Advice = std::function<std::string(const OutOfMemory&)>;
+  /// What an out-of-memory error says besides; returns the one before.
   Advice set_advice(Advice advice);
   int64_t limit() const { return options_.limit; }
 

@@ -12,6 +12,7 @@ namespace tessera {
 class HostStaging;
 class OrderCheck;
 
+/// What a Context is made of.
 struct ContextOptions {
   Device device = {};
   int num_threads = 0;       ///< CPU threads of the compute stream; 0 = all allowed processors
@@ -37,6 +38,7 @@ class Context {
   /// The Context of threads outside any Scope, from now on.
   static void set_process_context(std::shared_ptr<Context> context);
 
+  /// Makes a Context that of this thread for a scope.
   class Scope {
    public:
     explicit Scope(std::shared_ptr<Context> context);

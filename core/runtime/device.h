@@ -7,6 +7,7 @@
 
 namespace tessera {
 
+/// Where tensors live and tasks run.
 enum class DeviceType : unsigned char { kCpu, kCuda };
 
 /// A device of this process: a type and, for CUDA, the ordinal. The default is the CPU.

@@ -31,11 +31,15 @@ class Stream;
 class StreamObserver {
  public:
   virtual ~StreamObserver() = default;
+  /// A task was submitted, with what it reads and writes.
   virtual void on_task(const Stream& stream, const char* name, const Cost& cost) = 0;
+  /// `Stream::record` gave `event`.
   virtual void on_record(const Stream& stream, const Event& event) = 0;
+  /// What is submitted to `stream` from now on comes after `event`.
   virtual void on_wait(const Stream& stream, const Event& event) = 0;
   /// The host has waited: whatever is submitted from now on, to any stream, comes after.
   virtual void on_host_wait(const Stream& stream) = 0;
+  /// The same of an event.
   virtual void on_host_wait(const Event& event) = 0;
 };
 
@@ -69,14 +73,19 @@ class Event {
   std::shared_ptr<EventImpl> impl_;
 };
 
+/// A queue of a device, which a Stream refers to.
 class StreamImpl {
  public:
   StreamImpl(Device device, std::string name);
   virtual ~StreamImpl() = default;
+  /// As `Stream::submit`.
   virtual void submit(const char* name, Task task) = 0;
+  /// As `Stream::fill_bytes`.
   virtual void fill_bytes(const char* name, void* data, unsigned char value, size_t nbytes) = 0;
+  /// As `Stream::copy_bytes`.
   virtual void copy_bytes(const char* name, void* dst, const void* src, size_t nbytes) = 0;
   virtual Event record() = 0;
+  /// As `Stream::wait`.
   virtual void wait(const Event& event) = 0;
   virtual void synchronize() = 0;
   virtual void drain() noexcept = 0;
@@ -128,6 +137,7 @@ class Stream {
     }
     return event;
   }
+  /// Later tasks of this stream come after `event`; the host does not wait.
   void wait(const Event& event) const {
     if (event.impl() == nullptr) return;
     if (impl_->observer != nullptr) impl_->observer->on_wait(*this, event);
@@ -151,6 +161,7 @@ class Stream {
   std::shared_ptr<StreamImpl> impl_;
 };
 
+/// How a stream works.
 struct StreamOptions {
   int num_threads = 1;  ///< CPU: OpenMP threads of the worker; only the compute stream has more
   int spin_us = 0;      ///< CPU: how long an idle worker spins before it sleeps, microseconds

@@ -62,6 +62,7 @@ class HfReader final : public ParameterSource {
   std::unique_ptr<HfFiles> files_;
 };
 
+/// How a model of transformers is written.
 struct HfWriteOptions {
   DType dtype = kF32;                       ///< f32 | bf16 | f16
   int64_t max_file_nbytes = 5'000'000'000;  ///< beyond it, several files and an index

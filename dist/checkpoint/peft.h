@@ -48,6 +48,7 @@ class PeftReader final : public ParameterSource {
   std::map<std::string, nn::HfParameter, std::less<>> parameters_;
 };
 
+/// How adapters of peft are written.
 struct PeftWriteOptions {
   nn::LoraOptions lora;
   std::string base = {};                          ///< where peft is to find the base model

@@ -66,12 +66,13 @@ class CheckpointReader final : public ParameterSource {
   mutable int64_t num_bytes_read_ = 0;
 };
 
-/// The complete checkpoints in `dir`: step directories with a manifest. The newest first: by the
-/// saves of a run, which is by step where it never went back. Empty without such a directory.
+/// A checkpoint by its step.
 struct CheckpointPlace {
   int64_t step = 0;
   std::string dir;
 };
+/// The complete checkpoints in `dir`: step directories with a manifest. The newest first: by the
+/// saves of a run, which is by step where it never went back. Empty without such a directory.
 std::vector<CheckpointPlace> list_checkpoints(const std::string& dir);
 /// Step directories without a manifest, or still called step-N.partial: what a save that did not
 /// end left. By step, the highest first.

@@ -13,6 +13,7 @@
 
 namespace tessera::dist {
 
+/// Where checkpoints go, and which of them stay.
 struct CheckpointOptions {
   std::string dir;        ///< of the step directories
   std::string run;        ///< Manifest::run
@@ -59,6 +60,7 @@ class CheckpointWriter {
 
   /// This rank's news for an exchange that the caller makes, and what to do with all ranks' news.
   State state() const;
+  /// Goes on as far as all ranks have come; the result of a save that this completes.
   std::optional<SaveResult> advance(std::span<const State> states);
   /// Both with an exchange of its own; cheap, for the end of each step.
   std::optional<SaveResult> poll();
@@ -94,12 +96,12 @@ class CheckpointWriter {
   std::unique_ptr<Thread> thread_;
 };
 
-/// Which of `checkpoints` (newest first, with their validation losses) go: all but the newest
-/// `keep` and, with `keep_best`, the best.
+/// A checkpoint and its validation loss, if it has one.
 struct CheckpointRank {
   int64_t step = 0;
   std::optional<double> val_loss;
 };
+/// Which of `checkpoints` (newest first) go: all but the newest `keep` and, with `keep_best`, the best.
 std::vector<size_t> superfluous_checkpoints(std::span<const CheckpointRank> checkpoints,
                                             int64_t keep, bool keep_best);
 

@@ -18,6 +18,8 @@ namespace tessera::dist {
 class HostTransport;
 class CollectiveLog;
 
+/// Small messages between the hosts of all ranks: they block, every rank makes the same calls in the same
+/// order, and none of them touches a device.
 class Control {
  public:
   Control(std::shared_ptr<HostTransport> transport, std::shared_ptr<CollectiveLog> log);
@@ -25,26 +27,26 @@ class Control {
   int rank() const;
   int world_size() const;
 
-  void barrier(const char* name = "barrier");
+  void barrier(const char* name = "barrier");  ///< returns when all ranks are here
   /// all = `nbytes` of every rank in rank order (world_size * nbytes).
   void all_gather(void* all, const void* mine, int64_t nbytes,
                   const char* name = "control all_gather");
   /// Texts of any length, in rank order.
   std::vector<std::string> all_gather(const std::string& mine);
-  void broadcast(void* data, int64_t nbytes, int root);
-  std::string broadcast(const std::string& text, int root);
+  void broadcast(void* data, int64_t nbytes, int root);      ///< of rank `root` to all
+  std::string broadcast(const std::string& text, int root);  ///< that of rank `root`, of any length
   /// True on every rank if it is on every rank.
   bool all_agree(bool mine);
-  int64_t max(int64_t mine);
-  int64_t min(int64_t mine);
-  int64_t sum(int64_t mine);
+  int64_t max(int64_t mine);  ///< the largest over all ranks
+  int64_t min(int64_t mine);  ///< the smallest over all ranks
+  int64_t sum(int64_t mine);  ///< over all ranks
   /// Added in rank order: the same bits on all ranks.
   double sum(double mine);
 
+  static constexpr size_t kMaxVerdictNbytes = 4096;  ///< of a message that goes to all ranks
   /// Makes what one rank alone sees a decision of all: runs `body`; if it throws an Error on any
   /// rank, every rank throws an error with the message and exit status of the lowest such rank, the
   /// message cut to `kMaxVerdictNbytes` or so. Other exceptions pass through on their rank alone.
-  static constexpr size_t kMaxVerdictNbytes = 4096;
   void verdict(const std::function<void()>& body);
   /// The same for an error that was caught before (null: this rank has none).
   void verdict(const Error* mine);

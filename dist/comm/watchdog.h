@@ -72,6 +72,7 @@ class CollectiveLog {
 
   const CommGroup& group() const { return group_; }
   int rank() const { return group_.world_rank; }
+  /// A collective has started; the one before is over.
   void begin(const char* op, const CollectiveInfo& info, int64_t nbytes);
   void end();
   /// The host goes into a call that may block; sequences of these calls are counted apart.
@@ -148,8 +149,8 @@ class WatchChannel {
   virtual ~WatchChannel() = default;
   int rank() const { return rank_; }
   int world_size() const { return world_size_; }
-  virtual void send(int to, std::string text) = 0;
-  virtual bool receive(int* from, std::string* text) = 0;  // false: there is none; never waits
+  virtual void send(int to, std::string text) = 0;         ///< never waits
+  virtual bool receive(int* from, std::string* text) = 0;  ///< false: there is none; never waits
 
  private:
   const int rank_, world_size_;
@@ -164,7 +165,7 @@ struct RankView {
   double seconds_since = 0;  ///< its end
 
   std::string to_text() const;
-  static RankView from_text(const std::string& text);
+  static RankView from_text(const std::string& text);  ///< of what `to_text` gave
 };
 
 /// Calls a function once a period on a thread of its own.

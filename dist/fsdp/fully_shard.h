@@ -79,6 +79,7 @@ class Fsdp {
   /// `FsdpOptions::reproducible` the same for any number of ranks. On the compute stream.
   Tensor sum_micro_batches(std::span<const Tensor> per_micro_batch);
 
+  /// What `for_each_full` gathers.
   enum class State { kMaster, kGradient };
   /// Calls `f` with each parameter's full name and its full f32 values (a tensor that lives for the
   /// call), unit by unit, then `ignored` ones (of kMaster). Gradients as they are held: sums over

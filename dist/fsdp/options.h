@@ -83,6 +83,7 @@ struct PrecisionOptions {
   std::optional<double> pre_divide;
 };
 
+/// How a model is sharded, see `fully_shard`. The defaults are full_shard in f32, a unit a block.
 struct FsdpOptions {
   Strategy strategy = Strategy::kFullShard;
   /// Ranks in a shard group of a hybrid strategy; 0: the ranks of this node.

@@ -9,6 +9,7 @@
 
 namespace tessera::dist {
 
+/// Whether the loss is scaled, and how the scale moves.
 enum class LossScaling : unsigned char {
   kNone,     ///< no scale: 1
   kStatic,   ///< stays `init`; a step that is not finite is skipped
@@ -20,6 +21,7 @@ constexpr auto enum_names(LossScaling) {
                                                {LossScaling::kDynamic, "dynamic"}});
 }
 
+/// Options of a LossScaler.
 struct LossScaleOptions {
   LossScaling scaling = LossScaling::kDynamic;
   double init = 65536;  ///< a power of two changes no bit of what neither over- nor underflows

@@ -15,6 +15,7 @@
 
 namespace tessera::dist {
 
+/// What is compared by checksums, and how often.
 struct StateGuardOptions {
   /// Steps between two comparisons of what all replicas hold; 0: none.
   int64_t replica_every = 0;

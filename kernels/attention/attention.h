@@ -9,6 +9,7 @@
 
 namespace tessera {
 
+/// Which keys a query sees, and what becomes of the logits.
 struct AttentionOptions {
   bool causal = true;
   float scale = 0;  ///< of the logits; 0 means 1 / sqrt(D)

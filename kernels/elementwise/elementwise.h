@@ -17,6 +17,7 @@ namespace tessera {
 /// Errors   DtypeError if x is not floating
 Tensor scale(const Tensor& x, double factor);
 
+/// Which function `gelu` is.
 enum class Gelu { kTanh, kExact };
 constexpr auto enum_names(Gelu) {
   return std::to_array<EnumName<Gelu>>({{Gelu::kTanh, "tanh"}, {Gelu::kExact, "exact"}});

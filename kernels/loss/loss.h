@@ -11,6 +11,7 @@ struct LossSum {
   Tensor count;  ///< number of valid targets; not differentiable
 };
 
+/// Options of `cross_entropy`.
 struct CrossEntropyOptions {
   int64_t ignore_index = -100;
   /// Weight of log(sum_v exp(logits[r, v]))^2, which keeps logits from drifting (Chowdhery et al. 2022,
@@ -37,6 +38,7 @@ LossSum cross_entropy(const Tensor& logits, const Tensor& targets,
                       const CrossEntropyOptions& options);
 LossSum cross_entropy(const Tensor& logits, const Tensor& targets, int64_t ignore_index = -100);
 
+/// Options of `linear_cross_entropy`.
 struct LinearCrossEntropyOptions {
   int64_t ignore_index = -100;
   /// Rows whose logits exist at a time; 0 = as many as 64 MiB hold, at least 128 (on CUDA 512 MiB

@@ -5,6 +5,7 @@
 
 namespace tessera {
 
+/// How rotary angles are stretched for contexts longer than those of the training.
 enum class RopeScaling : unsigned char { kNone, kLinear, kLlama3 };
 constexpr auto enum_names(RopeScaling) {
   return std::to_array<EnumName<RopeScaling>>({{RopeScaling::kNone, "none"},

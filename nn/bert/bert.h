@@ -12,6 +12,7 @@
 
 namespace tessera::nn {
 
+/// Sizes of BERT and RoBERTa; the defaults are those of bert-base-uncased.
 struct BertConfig {
   int64_t vocab_size = 30522;
   int64_t context_length = 512;
@@ -39,8 +40,10 @@ struct BertConfig {
     classifies = true, mlm_head = false, pooler = pooling == Pooling::kCls;
   }
 };
+/// The family that the configuration is of (nn/family.h).
 const Family& family_of(const BertConfig& config);
 
+/// A block of BERT: norms after attention and MLP.
 class BertBlock final : public PostNormBlock<LayerNorm, Mlp> {
  public:
   explicit BertBlock(const BertConfig& config);

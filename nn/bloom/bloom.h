@@ -10,6 +10,7 @@
 
 namespace tessera::nn {
 
+/// Sizes of BLOOM; the defaults are those of bloom-7b1.
 struct BloomConfig {
   int64_t vocab_size = 250880;
   int64_t context_length = 2048;  ///< the longest row; the model itself has no limit
@@ -23,8 +24,10 @@ struct BloomConfig {
   /// with it / sqrt(2 * num_layers), biases at zero, norms at one.
   double init_stddev = 0.02;
 };
+/// The family that the configuration is of (nn/family.h).
 const Family& family_of(const BloomConfig& config);
 
+/// A block of BLOOM: norms before attention, which has ALiBi, and MLP.
 class BloomBlock final : public PreNormBlock<LayerNorm, Mlp> {
  public:
   explicit BloomBlock(const BloomConfig& config);

@@ -9,6 +9,7 @@
 
 namespace tessera::nn {
 
+/// Sizes of GPT-2; the defaults are those of GPT-2 124M.
 struct Gpt2Config {
   int64_t vocab_size = 50257;
   int64_t context_length = 1024;
@@ -25,8 +26,10 @@ struct Gpt2Config {
   /// with it / sqrt(2 * num_layers), biases at zero, norms at one.
   double init_stddev = 0.02;
 };
+/// The family that the configuration is of (nn/family.h).
 const Family& family_of(const Gpt2Config& config);
 
+/// A block of GPT-2: norms before attention and MLP.
 class Gpt2Block final : public PreNormBlock<LayerNorm, Mlp> {
  public:
   explicit Gpt2Block(const Gpt2Config& config);

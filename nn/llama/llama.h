@@ -12,6 +12,7 @@
 
 namespace tessera::nn {
 
+/// Sizes of Llama and the families of its shape: Mistral, Qwen2, Qwen3.
 struct LlamaConfig {
   int64_t vocab_size = 32000;
   int64_t context_length = 2048;
@@ -36,17 +37,20 @@ struct LlamaConfig {
   /// with it / sqrt(2 * num_layers), biases at zero, norms at one.
   double init_stddev = 0.02;
 
+  /// Positions that the layer's attention sees back; 0: all.
   int64_t window_of(int64_t layer) const {
     const auto at = static_cast<size_t>(layer) % window_layers.size();
     return window_layers[at] == 'w' ? window : 0;
   }
 };
 
+/// The family that the configuration is of (nn/family.h).
 const Family& family_of(const LlamaConfig& config);
 
 /// `window_of` every layer.
 std::vector<int64_t> windows_of(const LlamaConfig& config);
 
+/// A block of Llama: RMS norms before attention, with rotary positions, and SwiGLU.
 class LlamaBlock final : public PreNormBlock<RmsNorm, SwiGlu> {
  public:
   LlamaBlock(const LlamaConfig& config, int64_t layer);

@@ -33,8 +33,8 @@
 namespace tessera::cuda {
 inline namespace TESSERA_CUDA_BODY {
 
-constexpr int kWarpSize = 32;
-constexpr unsigned kFullMask = 0xffffffffu;
+constexpr int kWarpSize = 32;                ///< threads
+constexpr unsigned kFullMask = 0xffffffffu;  ///< all threads of a warp
 
 /// Geometry of a launch. Rows go on grid.x only: y and z end at 65,535.
 struct LaunchConfig {
@@ -43,6 +43,7 @@ struct LaunchConfig {
   cudaStream_t stream = nullptr;
 };
 
+/// a / b rounded up.
 __host__ __device__ constexpr int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
 }

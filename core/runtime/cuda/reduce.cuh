@@ -51,6 +51,7 @@ template <class T>
 __device__ inline T warp_sum(T value) {
   return detail::warp_reduce(value, detail::Sum{});
 }
+/// The largest value of a warp, in every lane; NaN counts as nothing.
 template <class T>
 __device__ inline T warp_max(T value) {
   return detail::warp_reduce(value, detail::Max{});
@@ -62,6 +63,7 @@ template <int kBlock, class T>
 __device__ inline T block_sum(T value, T* smem) {
   return detail::block_reduce<kBlock>(value, smem, T{0}, detail::Sum{});
 }
+/// The largest value of a block, in every thread; NaN counts as nothing.
 template <int kBlock, class T>
 __device__ inline T block_max(T value, T* smem) {
   return detail::block_reduce<kBlock>(value, smem, -static_cast<T>(INFINITY), detail::Max{});

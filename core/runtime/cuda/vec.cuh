@@ -13,12 +13,15 @@
 namespace tessera::cuda {
 inline namespace TESSERA_CUDA_BODY {
 
+/// The value in f32, exactly.
 __device__ inline float to_float(float value) {
   return value;
 }
+/// The value in f32, exactly.
 __device__ inline float to_float(BFloat16 value) {
   return __uint_as_float(static_cast<unsigned>(value.bits) << 16);
 }
+/// The value in f32, exactly.
 __device__ inline float to_float(Float16 value) {
   return f16_bits_to_float(value.bits);
 }
@@ -119,6 +122,7 @@ __device__ inline Vec<T, N> load_vec(const T* from TESSERA_VEC_WHERE) {
   TESSERA_VEC_CHECK(from, V);
   return detail::load_words<V>(from, [](const auto* word) { return *word; });
 }
+/// N elements to memory of that alignment.
 template <class T, int N>
 __device__ inline void store_vec(T* to, const Vec<T, N>& vec TESSERA_VEC_WHERE) {
   using V = Vec<T, N>;
@@ -133,6 +137,7 @@ __device__ inline Vec<T, N> load_streaming(const T* from TESSERA_VEC_WHERE) {
   TESSERA_VEC_CHECK(from, V);
   return detail::load_words<V>(from, [](const auto* word) { return __ldcs(word); });
 }
+/// The same for data that is not read again soon.
 template <class T, int N>
 __device__ inline void store_streaming(T* to, const Vec<T, N>& vec TESSERA_VEC_WHERE) {
   using V = Vec<T, N>;
