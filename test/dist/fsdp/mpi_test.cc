@@ -2,6 +2,8 @@
 
 #include "dist/comm/local.h"
 #include "dist/comm/watchdog.h"
+#include "dist/fsdp/exchange.h"
+#include "dist/fsdp/parts.h"
 #include "test/dist/fsdp/combos.h"
 #include "test/dist/fsdp/harness.h"
 #include "test/dist/fsdp/memory_cases.h"
@@ -61,6 +63,34 @@ TEST_CASE("fsdp over MPI: memory is what is said of it, with and without shared 
     INFO(what);
     CHECK(memory_problem(world(), run) == "");
   }
+}
+
+TEST_CASE("fsdp over MPI: the scratch of an optimizer's exchange grows with what is summed",
+          "[fsdp]") {
+  if (world().world_size() == 1) return;
+  FsdpRun run;
+  run.num_steps = 1;
+  run.on_ready = [](dist::Fsdp& fsdp, dist::World& ranks) {
+    dist::Lanes& lanes = parts_of(fsdp).lanes;
+    dist::Exchange exchange(lanes);
+    const auto optimizer_nbytes = [] {
+      const AllocatorStats stats = Context::current()->allocator()->stats();
+      return stats.allocated_by_class[static_cast<size_t>(MemoryClass::kOptimizer)];
+    };
+    const int64_t before = optimizer_nbytes();
+    for (const int64_t numel : {256, 65536, 1024}) {
+      const Tensor whole = full({numel * ranks.world_size()}, ranks.rank() + 1, kF32);
+      const Tensor shard = zeros({numel});
+      current_stream().wait(exchange.scatter_sum(shard, whole));
+      const int64_t num_ranks = ranks.world_size();
+      const double expected = static_cast<double>(num_ranks * (num_ranks + 1)) / 2;
+      CHECK(shard.to_vector() == std::vector<double>(static_cast<size_t>(numel), expected));
+      const int64_t staged =
+          lanes.reducing_comm().reduce_scatter_staging_nbytes(std::max<int64_t>(numel, 256), kF32);
+      CHECK(optimizer_nbytes() - before >= staged);
+    }
+  };
+  run_fsdp(world(), run);
 }
 
 TEST_CASE("fsdp over MPI: reproducible mode has the bits of one rank", "[fsdp]") {
