@@ -70,6 +70,7 @@ TEST_CASE("fsdp over MPI: the scratch of an optimizer's exchange grows with what
   if (world().world_size() == 1) return;
   FsdpRun run;
   run.num_steps = 1;
+  run.samples_per_step = 12;  // of 2, 3 and 4 ranks
   run.on_ready = [](dist::Fsdp& fsdp, dist::World& ranks) {
     dist::Lanes& lanes = parts_of(fsdp).lanes;
     dist::Exchange exchange(lanes);
